@@ -1,0 +1,1 @@
+"""The ops: argument validation, registration with torch, compilation."""

@@ -1,0 +1,179 @@
+"""Compile the kernels once, through `torch.utils.cpp_extension`, and load them.
+
+A build lives in `<cache>/<backend>-<key>/`, where the key hashes the sources, the flags, the compilers and
+torch's version. `PAGEDKV_CACHE_DIR` names the cache (default `$XDG_CACHE_HOME/pagedkv`);
+`PAGEDKV_CPU_ISA` = native | avx2 | portable and `PAGEDKV_CUDA_ARCH` (say `75+PTX`, `9.0`; default: the
+devices present) choose what is compiled for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+# A wheel carries the sources inside the package; a checkout has them beside it.
+KERNELS = next(p for p in (_PACKAGE / "_kernels", _PACKAGE.parent / "kernels") if p.is_dir())
+
+_CPU_ISA_FLAGS = {
+    "native": ["-march=native"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "portable": [],
+}
+_BYTES_PER_JOB = 3 << 30  # nvcc with heavy templates: what one compiler process may take
+
+
+def sources(backend: str) -> list[Path]:
+    """The files that are compiled for a backend ("cpu" or "cuda"), bindings first."""
+    return [KERNELS / "bindings.cpp", *sorted((KERNELS / backend).glob("*.cpp" if backend == "cpu" else "*.cu"))]
+
+
+def tracked_files(backend: str) -> list[Path]:
+    """Every file a build depends on, headers included."""
+    return sorted(p for p in (*KERNELS.glob("*.*"), *(KERNELS / backend).rglob("*")) if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
+
+
+def cache_dir() -> Path:
+    root = os.environ.get("PAGEDKV_CACHE_DIR")
+    if root:
+        return Path(root).resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkv"
+
+
+def missing_tool(backend: str) -> str | None:
+    """What this machine lacks to compile a backend, in words; None where nothing is missing."""
+    compiler = cpp_extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler}) was found"
+    if backend == "cuda":
+        if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+            return "no CUDA compiler (nvcc) was found"
+        if torch.version.cuda is None:
+            return "this torch is a CPU build"
+    with _ninja_on_path():
+        if not cpp_extension.is_ninja_available():
+            return "no ninja was found (pip install ninja)"
+    return None
+
+
+def cuda_arch_flags() -> list[str]:
+    """`-gencode` flags: `PAGEDKV_CUDA_ARCH` where set, else the machine code of each device present."""
+    asked = os.environ.get("PAGEDKV_CUDA_ARCH")
+    if asked:
+        archs = [a.strip().replace(".", "") for a in asked.replace(";", ",").split(",")]
+    else:
+        archs = sorted({"{}{}".format(*torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())})
+    flags = []
+    for arch in archs:
+        number, _, ptx = arch.partition("+")
+        flags.append(f"-gencode=arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}")
+    return flags
+
+
+def flags(backend: str) -> dict[str, list[str]]:
+    """`extra_cflags`, `extra_cuda_cflags` and `extra_ldflags` for `cpp_extension.load`."""
+    common = ["-O3", f"-DPAGEDKV_LIBRARY=pagedkv_{backend}"]
+    if backend == "cpu":
+        isa = os.environ.get("PAGEDKV_CPU_ISA", "native")
+        if isa not in _CPU_ISA_FLAGS:
+            raise ValueError(f"PAGEDKV_CPU_ISA: expected one of {', '.join(_CPU_ISA_FLAGS)}, got {isa!r}")
+        return {"extra_cflags": [*common, "-fopenmp", *_CPU_ISA_FLAGS[isa]], "extra_ldflags": ["-fopenmp"]}
+    return {"extra_cflags": common, "extra_cuda_cflags": [*common, "-lineinfo", *cuda_arch_flags()]}
+
+
+def key(backend: str) -> str:
+    """A hash of everything that the compiled library depends on."""
+    digest = hashlib.sha256()
+    for path in tracked_files(backend):
+        digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes())
+    digest.update(repr((flags(backend), torch.__version__, platform.python_version_tuple()[:2], _compiler_versions(backend), _cpu_features())).encode())
+    return digest.hexdigest()[:16]
+
+
+def load(backend: str) -> Path:
+    """Compile a backend unless the cache holds it, load it, and return its directory.
+
+    Builds of one key exclude each other by a file lock that the system releases when its holder dies. The
+    lock file that `cpp_extension` itself leaves behind in a killed build is removed, or the next build
+    would wait for it forever.
+    """
+    directory = cache_dir() / f"{backend}-{key(backend)}"
+    name = f"pagedkv_{backend}_kernels"
+    library = directory / f"{name}.so"
+    finished = directory / "finished"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not finished.exists():
+            (directory / "lock").unlink(missing_ok=True)
+            started = time.monotonic()
+            print(f"pagedkv: compiling the {backend} kernels into {directory} (once)", file=sys.stderr, flush=True)
+            with _ninja_on_path(), _bounded_jobs():
+                cpp_extension.load(
+                    name=name,
+                    sources=[str(p) for p in sources(backend)],
+                    extra_include_paths=[str(KERNELS)],
+                    build_directory=str(directory),
+                    with_cuda=backend == "cuda",
+                    is_python_module=False,
+                    **flags(backend),
+                )
+            seconds = time.monotonic() - started
+            finished.write_text(f"{seconds:.1f}\n")
+            print(f"pagedkv: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+            return directory
+    torch.ops.load_library(library)
+    return directory
+
+
+@contextlib.contextmanager
+def _ninja_on_path():
+    """The ninja wheel puts its binary beside the interpreter, which need not be on PATH."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([before, str(Path(sys.executable).parent)])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+@contextlib.contextmanager
+def _bounded_jobs():
+    """At most as many compilers at once as memory allows, unless the user set MAX_JOBS."""
+    if "MAX_JOBS" in os.environ:
+        yield
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    os.environ["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, memory // _BYTES_PER_JOB)))
+    try:
+        yield
+    finally:
+        del os.environ["MAX_JOBS"]
+
+
+def _compiler_versions(backend: str) -> list[str]:
+    tools = [cpp_extension.get_cxx_compiler()]
+    if backend == "cuda":
+        tools.append(str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"))
+    return [subprocess.run([t, "--version"], capture_output=True, text=True, check=True).stdout for t in tools]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on, so that a cache shared by unlike machines stays right."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
