@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make evidence` and `make test`. Each makes the virtual environment first.
+#
+#   PYTHON=python3.12                      another interpreter
+#   VENV_FLAGS=--system-site-packages      use the torch that the system's Python already has (a GPU host)
+#   CORES=4                                cores given to Snakemake
+#   CONFIG="device=cpu quick=true"         configuration given to Snakemake
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+PIP_FLAGS ?=
+CORES ?= 1
+CONFIG ?=
+PYTEST_FLAGS ?=
+
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+SNAKEMAKE = $(BIN)/snakemake --cores $(CORES)
+
+.PHONY: evidence quick verify test lab clean distclean help
+
+evidence: $(READY) ## every record and figure that this machine can produce
+	$(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG))
+
+quick: $(READY) ## the same rules on small inputs, into build/quick
+	$(SNAKEMAKE) --config quick=true $(CONFIG)
+
+verify: $(READY) ## hold every claim against its evidence
+	$(BIN)/pagedkv verify
+
+test: $(READY) ## the test suite
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lab: $(READY) ## the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=. notebooks
+
+clean: ## remove what the pipeline built; results/ and figures/ stay
+	rm -rf build .snakemake
+
+distclean: clean ## and the virtual environment
+	rm -rf $(VENV)
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort
+
+$(READY): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: no $(PYTHON): apt-get install python3, or name one, PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $$("$(PYTHON)" --version) cannot run the pipeline: Snakemake 9 needs Python 3.11 or newer (PYTHON=python3.12 make ...)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: this Python has no venv module: apt-get install python3-venv" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || echo "note: no C++ compiler: the ops will run in plain PyTorch (apt-get install g++)" >&2
+	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[evidence,model,test]'
+	@touch $(READY)

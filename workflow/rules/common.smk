@@ -1,0 +1,100 @@
+# The configuration, checked; which devices to measure; which files an experiment depends on and makes.
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+import jsonschema
+
+
+def stop(message):
+    """End with one line: a mistake in the configuration needs no traceback."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+DEVICE_CHOICES = ("auto", "cpu", "cuda")
+STAGES = ("build", "validate", "benchmark", "quality", "summary")
+
+if config["device"] not in DEVICE_CHOICES:
+    stop(f"unknown device {config['device']!r}: expected one of {', '.join(DEVICE_CHOICES)} (--config device=...)")
+try:
+    jsonschema.validate(config, json.loads(Path(workflow.basedir, "workflow/schemas/config.json").read_text()))
+except jsonschema.ValidationError as error:
+    stop(f"configuration, {error.json_path}: {error.message}")
+
+EXPERIMENTS = config["experiments"]
+QUICK = config["quick"]
+ROOT = "build/quick" if QUICK else "build"
+
+
+def gpu_present():
+    """Whether the driver sees a GPU. Asked of the driver itself: importing torch takes seconds, at every start."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def torch_has_cuda():
+    from importlib.util import find_spec
+
+    spec = find_spec("torch")
+    return spec is not None and "+cpu" not in Path(spec.origin).with_name("version.py").read_text()
+
+
+if config["device"] != "auto":
+    DEVICES = [config["device"]]
+elif gpu_present() and torch_has_cuda():
+    DEVICES = ["cpu", "cuda"]
+else:
+    DEVICES = ["cpu"]
+
+
+def runs_on(experiment, device):
+    return device in EXPERIMENTS[experiment].get("devices", ["cpu", "cuda"])
+
+
+def record(experiment, device):
+    return f"{ROOT}/evidence/{device}/{experiment}.json"
+
+
+def records(experiments=EXPERIMENTS, devices=DEVICES):
+    return [record(e, d) for d in devices for e in experiments if runs_on(e, d)]
+
+
+def figure_folders():
+    return [f"{ROOT}/evidence/{d}/figures/{e}" for d in DEVICES for e in EXPERIMENTS if runs_on(e, d)]
+
+
+def sources(experiment):
+    """The files that an experiment's figures depend on, its notebook first, relative to the repository."""
+    found = {f"notebooks/{experiment}.ipynb": None}
+    for name in EXPERIMENTS[experiment]["sources"]:
+        for pattern in config["sources"].get(name, [name]):
+            matches = sorted(p.as_posix() for p in Path(".").glob(pattern) if p.is_file() and "__pycache__" not in p.parts)
+            if not matches:
+                stop(f"configuration, experiments.{experiment}.sources: {pattern} matches no file")
+            found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def reads(experiment, device):
+    """The records that an experiment reads."""
+    named = EXPERIMENTS[experiment].get("reads", [])
+    if named == ["*"]:
+        named = [e for e in EXPERIMENTS if e != experiment]
+    return records(named, [device])
+
+
+# What one can ask for by name: a stage, or one experiment. A stage goes before an experiment of the same name.
+TARGETS = {name: [name] for name in EXPERIMENTS}
+TARGETS.update({stage: members for stage in STAGES if (members := [e for e in EXPERIMENTS if EXPERIMENTS[e]["stage"] == stage])})
+
+
+wildcard_constraints:
+    device="cpu|cuda",
+    experiment="|".join(EXPERIMENTS),

@@ -1,0 +1,46 @@
+# Every experiment is one notebook, run by papermill on one device: it measures, and writes a record and figures.
+
+
+def threads_of(wildcards):
+    """A measurement takes all the cores of a local run, so that nothing runs beside it."""
+    entry = EXPERIMENTS[wildcards.experiment]
+    return (entry.get("exclusive") and workflow.cores) or entry.get("threads", 1)
+
+
+rule experiment:
+    input:
+        sources=lambda w: sources(w.experiment),
+        reads=lambda w: reads(w.experiment, w.device),
+        model=lambda w: rules.model.output if EXPERIMENTS[w.experiment].get("model") else [],
+        # Only for the order: the kernels are compiled once, first, and not by whoever comes first.
+        built=lambda w: [] if w.experiment == "build" else ancient(record("build", w.device)),
+    output:
+        record=f"{ROOT}/evidence/{{device}}/{{experiment}}.json",
+        figures=directory(f"{ROOT}/evidence/{{device}}/figures/{{experiment}}"),
+    log:
+        notebook=f"{ROOT}/notebooks/{{device}}/{{experiment}}.ipynb",
+    params:
+        quick=QUICK,
+    threads: threads_of
+    resources:
+        mem_mb=lambda w: EXPERIMENTS[w.experiment].get("mem_mb", 2000),
+        runtime=lambda w: EXPERIMENTS[w.experiment].get("runtime", 30),
+        gpu=lambda w: int(w.device == "cuda"),
+        benchmark=lambda w: int(EXPERIMENTS[w.experiment].get("exclusive", False)),
+    script:
+        "../scripts/run_notebook.py"
+
+
+# Targets: build, validate, benchmark, quality, summary, and each experiment by its name.
+for target, members in TARGETS.items():
+
+    rule:
+        name:
+            target
+        input:
+            records(members),
+
+
+rule figures:
+    input:
+        figure_folders(),
