@@ -98,7 +98,8 @@ def key(backend: str) -> str:
     digest = hashlib.sha256()
     for path in tracked_files(backend):
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes())
-    digest.update(repr((flags(backend), torch.__version__, platform.python_version_tuple()[:2], _compiler_versions(backend), _cpu_features())).encode())
+    python = platform.python_version_tuple()[:2]
+    digest.update(repr((flags(backend), torch.__version__, python, _compiler_versions(backend), _cpu_features())).encode())
     return digest.hexdigest()[:16]
 
 

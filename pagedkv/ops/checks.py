@@ -2,14 +2,25 @@
 
 Whatever the host can see (type, dtype, shape, device, stride, range) raises here, before anything runs:
 `TypeError` for a wrong type or dtype, `ValueError` for the rest. A message names the argument, what was
-expected and what came. What only the device can see is handled by the kernels, or by `*_values` below
-when `PAGEDKV_CHECK=1`.
+expected and what came. What only the device can see is handled by the kernels, or by the `*_values`
+functions below when `PAGEDKV_CHECK=1`.
+
+A decode step calls an op once a layer, so the good path is kept short: comparisons first, words only on failure.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+GRANULARITIES = ("block_head", "token_head")
+MAX_BLOCK_SIZE = 256
+MAX_HEAD_DIM = 256
+
+# ------------------------------------------------------------------------- types, which only a Python caller can get wrong
 
 
 def tensors(**arguments: Tensor) -> None:
@@ -24,23 +35,194 @@ def integer(name: str, value: int) -> None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
 
+def numbers(**arguments: float) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+
+
+def booleans(**arguments: bool) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------- one tensor, one number
+
+
 def tensor(name: str, value: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: tuple, like: Tensor | None = None) -> None:
     """dtype, shape (an int fixes a size, a str only names it), device of `like`, contiguous last dimension."""
-    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {value.dtype}")
-    if value.dim() != len(shape) or any(not isinstance(want, str) and have != want for have, want in zip(value.shape, shape)):
-        raise ValueError(f"{name}: expected shape [{', '.join(str(s) for s in shape)}], got {list(value.shape)}")
+    dtype = value.dtype
+    if dtype is not dtypes and (isinstance(dtypes, torch.dtype) or dtype not in dtypes):
+        expected = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in expected)}, got {dtype}")
+    have = value.shape
+    if have != shape and (len(have) != len(shape) or any(not isinstance(want, str) and got != want for got, want in zip(have, shape, strict=True))):
+        raise ValueError(f"{name}: expected shape [{', '.join(str(s) for s in shape)}], got {list(have)}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
-    if value.dim() > 0 and value.numel() > 0 and value.shape[-1] > 1 and value.stride(-1) != 1:
+    if value.stride(-1) != 1 and have[-1] > 1 and value.numel() > 0:
         raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got stride {value.stride(-1)}")
 
 
-# ----------------------------------------------------------------------------------------- eviction
+def _cache(name: str, value: Tensor, dtypes, like: Tensor | None = None) -> None:
+    """A pool of blocks `[num_blocks, block_size, num_kv_heads, head_dim]` with sizes within the contract."""
+    tensor(name, value, dtypes, ("num_blocks", "block_size", "num_kv_heads", "head_dim"), like)
+    _, block_size, num_kv_heads, head_dim = value.shape
+    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(f"{name}: expected a block_size (dimension 1) of 1 to {MAX_BLOCK_SIZE}, got {block_size}")
+    if num_kv_heads < 1:
+        raise ValueError(f"{name}: expected at least one KV head (dimension 2), got {num_kv_heads}")
+    _head_dim(name, head_dim)
 
 
-def eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency=0.4, w_frequency=0.3, w_attention=0.3) -> None:
+def _head_dim(name: str, head_dim: int) -> None:
+    if head_dim % 8 != 0 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected a head_dim (last dimension) that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}")
+
+
+def _scale(name: str, value: Tensor, cache: Tensor) -> None:
+    """One scale per (block, head), or per (block, token, head)."""
+    num_blocks, block_size, num_kv_heads, _ = cache.shape
+    rank = value.dim()
+    if rank == 2:
+        tensor(name, value, torch.float32, (num_blocks, num_kv_heads), cache)
+    elif rank == 3:
+        tensor(name, value, torch.float32, (num_blocks, block_size, num_kv_heads), cache)
+    else:
+        tensor(name, value, torch.float32, value.shape, cache)
+        raise ValueError(
+            f"{name}: expected shape [{num_blocks}, {num_kv_heads}] (block-head) or"
+            f" [{num_blocks}, {block_size}, {num_kv_heads}] (token-head), got {list(value.shape)}"
+        )
+
+
+def _quantised_pair(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, like: Tensor) -> None:
+    _cache("k_cache", k_cache, torch.int8, like)
+    tensor("v_cache", v_cache, torch.int8, k_cache.shape, like)
+    _scale("k_scale", k_scale, k_cache)
+    _scale("v_scale", v_scale, v_cache)
+    if k_scale.dim() != v_scale.dim():
+        raise ValueError(f"v_scale: expected rank {k_scale.dim()} like k_scale, got {v_scale.dim()}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ attention
+
+
+def quant_paged_attention(
+    q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, *_
+) -> None:
+    tensor("q", q, FLOATS, ("num_seqs", "num_heads", "head_dim"))
+    _quantised_pair(k_cache, k_scale, v_cache, v_scale, like=q)
+    _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks)
+
+
+def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, *_) -> None:
+    tensor("q", q, FLOATS, ("num_seqs", "num_heads", "head_dim"))
+    _cache("k_cache", k_cache, FLOATS, like=q)
+    tensor("v_cache", v_cache, k_cache.dtype, k_cache.shape, like=q)
+    _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks)
+
+
+def _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks) -> None:
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    if head_dim != k_cache.shape[3]:
+        raise ValueError(f"q: expected head_dim {k_cache.shape[3]} like k_cache, got {head_dim}")
+    if num_heads < 1 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
+    tensor("block_tables", block_tables, torch.int32, (num_seqs, "max_blocks"), q)
+    tensor("seq_lens", seq_lens, torch.int32, (num_seqs,), q)
+    if sinks is not None:
+        tensor("sinks", sinks, torch.float32, (num_heads,), q)
+    if not math.isfinite(sm_scale):
+        raise ValueError(f"sm_scale: expected a finite number, got {sm_scale}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: expected at least 1, or None for no window, got {sliding_window}")
+    if logits_soft_cap is not None and not (0 < logits_soft_cap < math.inf):
+        raise ValueError(f"logits_soft_cap: expected a finite number above 0, or None for no cap, got {logits_soft_cap}")
+
+
+def merge_attention_states(out_a, lse_a, out_b, lse_b) -> None:
+    tensor("out_a", out_a, FLOATS, ("num_seqs", "num_heads", "head_dim"))
+    _head_dim("out_a", out_a.shape[2])
+    tensor("lse_a", lse_a, torch.float32, out_a.shape[:2], out_a)
+    tensor("out_b", out_b, out_a.dtype, out_a.shape, out_a)
+    tensor("lse_b", lse_b, torch.float32, out_a.shape[:2], out_a)
+
+
+def quant_paged_attention_values(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, sliding_window, *_) -> None:
+    _block_values(block_tables, seq_lens, sliding_window, k_cache.shape[0], k_cache.shape[1])
+
+
+def paged_attention_values(q, k_cache, v_cache, block_tables, seq_lens, sm_scale, sliding_window, *_) -> None:
+    _block_values(block_tables, seq_lens, sliding_window, k_cache.shape[0], k_cache.shape[1])
+
+
+def _block_values(block_tables: Tensor, seq_lens: Tensor, sliding_window: int | None, num_blocks: int, block_size: int) -> None:
+    """Sequence lengths fit the table; the blocks that hold attended tokens lie in the pool."""
+    tables, lengths = block_tables.cpu(), seq_lens.cpu()
+    capacity = tables.shape[1] * block_size
+    bad = ((lengths < 0) | (lengths > capacity)).nonzero()
+    if len(bad) > 0:
+        i = int(bad[0, 0])
+        raise ValueError(f"seq_lens[{i}]: expected 0 to {capacity} (max_blocks * block_size), got {int(lengths[i])}")
+    first = (lengths - sliding_window).clamp(min=0) // block_size if sliding_window is not None else torch.zeros_like(lengths)
+    block = torch.arange(tables.shape[1])
+    attended = (block >= first[:, None]) & (block * block_size < lengths[:, None])
+    bad = (attended & ((tables < 0) | (tables >= num_blocks))).nonzero()
+    if len(bad) > 0:
+        i, j = bad[0].tolist()
+        raise ValueError(
+            f"block_tables[{i}, {j}]: expected a block id from 0 to {num_blocks - 1}"
+            f" (the sequence has {int(lengths[i])} tokens), got {int(tables[i, j])}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- quantisation
+
+
+def quantize_kv(kv, granularity) -> None:
+    _cache("kv", kv, FLOATS)
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity: expected {' or '.join(map(repr, GRANULARITIES))}, got {granularity!r}")
+
+
+def dequantize_kv(q, scale) -> None:
+    _cache("q", q, torch.int8)
+    _scale("scale", scale, q)
+
+
+def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
+    _cache("k_cache", k_cache, torch.int8, like=key)
+    tensor("key", key, FLOATS, ("num_tokens", *k_cache.shape[2:]))
+    tensor("value", value, key.dtype, key.shape, key)
+    _quantised_pair(k_cache, k_scale, v_cache, v_scale, like=key)
+    tensor("slot_mapping", slot_mapping, torch.int64, key.shape[:1], key)
+    for name, written in (("k_cache", k_cache), ("k_scale", k_scale), ("v_cache", v_cache), ("v_scale", v_scale)):
+        if 0 in written.stride() and _overlaps_itself(written):
+            raise ValueError(f"{name}: expected memory of its own for each element, got strides {written.stride()} (an expanded tensor)")
+
+
+def reshape_and_cache_values(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    slots = slot_mapping.cpu()
+    bad = (slots >= num_slots).nonzero()
+    if len(bad) > 0:
+        i = int(bad[0, 0])
+        raise ValueError(
+            f"slot_mapping[{i}]: expected less than {num_slots} (num_blocks * block_size), or negative to skip, got {int(slots[i])}"
+        )
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------------- eviction
+
+
+def eviction_scores(recency, frequency, attention_mass, valid_mask, *_) -> None:
     tensor("attention_mass", attention_mass, torch.float32, ("num_blocks", "block_size"))
     num_blocks, block_size = attention_mass.shape
     tensor("recency", recency, torch.float32, (num_blocks,), like=attention_mass)
@@ -53,8 +235,8 @@ def select_eviction_candidates(scores, k) -> None:
     _k(k, scores.shape[0])
 
 
-def evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency=0.4, w_frequency=0.3, w_attention=0.3) -> None:
-    eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
+def evict_blocks(recency, frequency, attention_mass, valid_mask, k, *weights) -> None:
+    eviction_scores(recency, frequency, attention_mass, valid_mask, *weights)
     _k(k, recency.shape[0])
 
 

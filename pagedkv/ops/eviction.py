@@ -34,6 +34,7 @@ def eviction_scores(
         TypeError, ValueError: a dtype, shape, device or stride other than the above.
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
+    checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
     return torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
 
 
@@ -70,6 +71,7 @@ def evict_blocks(
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
     checks.integer("k", k)
+    checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
     return torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
 
 

@@ -1,43 +1,56 @@
 """Where an op becomes `torch.ops.pagedkv.<name>`.
 
 An op is a schema and three functions: `check` validates the arguments (raises `TypeError` or `ValueError`),
-`fake` makes empty outputs (for meta tensors and `torch.compile`), `eager` computes it in plain PyTorch.
-On a CPU or CUDA tensor the op validates, then runs the compiled kernel of that device; `eager` serves only
-where no compiler is found (see `backend`).
+`fake` makes empty outputs (for meta tensors and `torch.compile`), `eager` computes it in plain PyTorch; all
+take the schema's arguments in its order. An op whose arguments hold indices has a fourth, `check_values`, which
+reads them on the host when `PAGEDKV_CHECK=1`. On a CPU or CUDA tensor the op validates, then runs the compiled
+kernel of that device; `eager` serves only where no compiler is found (see `backend`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from pagedkv.ops import build
 
-_library = torch.library.Library("pagedkv", "DEF")
 NAMES: list[str] = []
+_library = torch.library.Library("pagedkv", "DEF")
+_compiling = threading.Lock()
+_plain_pytorch = False
 
 
-def define(schema: str, *, check: Callable, fake: Callable, eager: Callable) -> None:
+def define(schema: str, *, check: Callable, fake: Callable, eager: Callable, check_values: Callable | None = None) -> None:
     """Register `schema` (as in native_functions.yaml, without namespace) for CPU, CUDA and Meta."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = name.partition(".")[0].rpartition("::")[2]
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     NAMES.append(name)
-    for device_type in ("cpu", "cuda"):
+    in_order = _in_schema_order(name)
 
-        def kernel(*args, device_type=device_type, **kwargs):
-            check(*args, **kwargs)
-            return _implementation(device_type, name, eager)(*args, **kwargs)
+    def kernel_for(device_type: str) -> Callable:
+        def kernel(*args, **kwargs):
+            args = in_order(args, kwargs)
+            check(*args)
+            if check_values is not None and os.environ.get("PAGEDKV_CHECK") == "1":
+                check_values(*args)
+            compiled = None if _plain_pytorch else _compiled_op(device_type, name)
+            return eager(*args) if compiled is None else compiled(*args)
 
-        _library.impl(name, kernel, device_type.upper())
+        return kernel
 
     def checked_fake(*args, **kwargs):
-        check(*args, **kwargs)
-        return fake(*args, **kwargs)
+        args = in_order(args, kwargs)
+        check(*args)
+        return fake(*args)
 
+    _library.impl(name, kernel_for("cpu"), "CPU")
+    _library.impl(name, kernel_for("cuda"), "CUDA")
     torch.library.register_fake(f"pagedkv::{name}", checked_fake, lib=_library)
 
 
@@ -52,26 +65,56 @@ def backend(device: torch.device | str | int = "cpu") -> str:
         raise ValueError(f"device: expected cpu or cuda, got {device}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("device: cuda was asked for, but torch finds no CUDA device")
-    library = _compiled(device.type)
+    library = None if _plain_pytorch else _compiled(device.type)
     if library is None:
         return "pytorch"
     return f"{'c++' if device.type == 'cpu' else 'cuda'} ({library.instruction_set()})"
 
 
+@contextlib.contextmanager
+def plain_pytorch() -> Iterator[None]:
+    """Within this context the ops run as on a machine without a compiler. For tests and comparisons; not thread-safe."""
+    global _plain_pytorch
+    before, _plain_pytorch = _plain_pytorch, True
+    try:
+        yield
+    finally:
+        _plain_pytorch = before
+
+
+def _in_schema_order(name: str) -> Callable[[tuple, dict], tuple]:
+    """The dispatcher leaves out arguments that equal their default and names those after `*`; compiled ops want all, in order."""
+    arguments = [(a.name, a.default_value) for a in getattr(torch.ops.pagedkv, name).default._schema.arguments]
+
+    def in_order(args: tuple, kwargs: dict) -> tuple:
+        missing = arguments[len(args) :]
+        return (*args, *[kwargs.get(name, default) for name, default in missing]) if missing else args
+
+    return in_order
+
+
 @functools.cache
-def _implementation(device_type: str, name: str, eager: Callable) -> Callable:
+def _compiled_op(device_type: str, name: str) -> Callable | None:
     library = _compiled(device_type)
-    return eager if library is None else getattr(library, name).default
+    return None if library is None else getattr(library, name).default
 
 
-@functools.cache
 def _compiled(device_type: str):
     """The namespace of compiled functions for a device type, or None where there is no compiler."""
-    if os.environ.get("PAGEDKV_BACKEND") == "pytorch":
+    with _compiling:
+        return _load(device_type)
+
+
+@functools.cache
+def _load(device_type: str):
+    asked = os.environ.get("PAGEDKV_BACKEND", "")
+    if asked == "pytorch":
         return None
+    if asked:
+        raise ValueError(f"PAGEDKV_BACKEND: expected pytorch, or nothing for the compiled kernels, got {asked!r}")
     missing = build.missing_tool(device_type)
     if missing:
-        warnings.warn(f"pagedkv: {missing}; the {device_type} ops run in plain PyTorch, which is slow", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"pagedkv: {missing}; the {device_type} ops run in plain PyTorch, which is slow", RuntimeWarning, stacklevel=5)
         return None
     build.load(device_type)
     return getattr(torch.ops, f"pagedkv_{device_type}")

@@ -1,0 +1,26 @@
+"""Each op again in NumPy float64, as plain loops: the ground truth that tests and notebooks measure against.
+
+Slow on purpose. Every function takes the arguments of its namesake in `pagedkv`, as torch tensors (on any device) or
+arrays, and returns arrays. Floating-point results are float64, except scales and scores' inputs, which are
+float32 by definition: a scale is part of the encoding.
+"""
+
+from pagedkv.reference.attention import merge_attention_states, paged_attention, quant_paged_attention
+from pagedkv.reference.cache import reshape_and_cache
+from pagedkv.reference.eviction import evict_blocks, eviction_scores, select_eviction_candidates
+from pagedkv.reference.quantization import dequantize_kv, quantize_kv
+from pagedkv.reference.tolerance import attention_like_pytorch, outside_tolerance
+
+__all__ = [
+    "attention_like_pytorch",
+    "dequantize_kv",
+    "evict_blocks",
+    "eviction_scores",
+    "merge_attention_states",
+    "outside_tolerance",
+    "paged_attention",
+    "quant_paged_attention",
+    "quantize_kv",
+    "reshape_and_cache",
+    "select_eviction_candidates",
+]

@@ -1,0 +1,108 @@
+"""How exact attention has to be, as one rule.
+
+Against the float64 reference on the same cache, an output's error is at most twice that of the same computation done by
+PyTorch in q's dtype, plus 1e-6 (float32) or 1e-3 (half). A row that is NaN where the reference is finite always fails.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.reference.arrays import exact
+
+ABSOLUTE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+
+
+def attention_like_pytorch(
+    q: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor | None,
+    v_cache: Tensor,
+    v_scale: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    *,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one would write in PyTorch, sequence by sequence, everything in q's dtype: `(out, lse, block_mass)`.
+
+    Gathers and decodes K and V, then softmax(q K') V. It is the yardstick of the tolerance and knows no hostile case:
+    sequences that are empty or bad (see `pagedkv.quant_paged_attention`) give NaN.
+    """
+    num_seqs, num_heads, _ = q.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    max_blocks = block_tables.shape[1]
+    out = torch.full_like(q, math.nan)
+    lse = q.new_full((num_seqs, num_heads), math.nan)
+    mass = q.new_full((num_seqs, max_blocks), math.nan)
+
+    def tokens(cache, scale, ids, first, length):
+        x = cache[ids]
+        if scale is not None:
+            x = x.float() * (scale[ids] if scale.dim() == 3 else scale[ids][:, None])[..., None]
+        x = x.flatten(0, 1)[first:length].to(q.dtype)
+        return x.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(0, 1)  # [num_heads, tokens, head_dim]
+
+    for s, length in enumerate(seq_lens.tolist()):
+        first = 0 if sliding_window is None else max(0, length - sliding_window)
+        blocks = slice(first // block_size, -(-length // block_size))
+        ids = block_tables[s, blocks].long()
+        if not 0 < length <= max_blocks * block_size or bool(((ids < 0) | (ids >= num_blocks)).any()):
+            continue
+        within = first - blocks.start * block_size, length - blocks.start * block_size
+        k, v = tokens(k_cache, k_scale, ids, *within), tokens(v_cache, v_scale, ids, *within)
+        logits = (k @ q[s, :, :, None]).squeeze(-1) * sm_scale
+        if logits_soft_cap is not None:
+            logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+        weights = torch.softmax(logits, dim=-1)
+        lse[s] = torch.logsumexp(logits, dim=-1)
+        mass[s] = 0
+        owner = torch.arange(first, length, device=q.device) // block_size
+        mass[s] = mass[s].index_add(0, owner, weights.mean(0))
+        if sinks is not None:
+            with_sink = torch.cat([logits, sinks[:, None].to(q.dtype)], dim=-1)
+            weights = torch.softmax(with_sink, dim=-1)[:, :-1]
+            lse[s] = torch.logsumexp(with_sink, dim=-1)
+        out[s] = (weights[:, None, :] @ v).squeeze(1)
+    return out, lse, mass
+
+
+def outside_tolerance(result: Tensor, exact_result, yardstick: Tensor, dtype: torch.dtype) -> list[str]:
+    """What breaks the rule, a line for each sequence; empty if nothing does.
+
+    Args:
+        result: what an op returned, first dimension the sequences.
+        exact_result: the reference's, same shape.
+        yardstick: the same from `attention_like_pytorch`; where it is not finite (q's dtype overflowed), two
+            roundings of the exact result stand in.
+        dtype: q's.
+    """
+    result, exact_result, yardstick = exact(result), exact(exact_result), exact(yardstick)
+    if result.shape != exact_result.shape:
+        return [f"shape {result.shape}, expected {exact_result.shape}"]
+    complaints = []
+    for s in range(len(result)):
+        got, want, by_torch = result[s], exact_result[s], yardstick[s]
+        finite = np.isfinite(want)
+        if not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+            complaints.append(f"sequence {s}: {got[~finite][:4]}, expected {want[~finite][:4]}")
+        if not np.all(np.isfinite(got[finite])):
+            complaints.append(f"sequence {s}: not finite where the reference is")
+            continue
+        if not finite.any():
+            continue
+        error = np.max(np.abs(got[finite] - want[finite]))
+        by_torch_error = np.max(np.abs(by_torch[finite] - want[finite]))
+        if not np.isfinite(by_torch_error):
+            by_torch_error = torch.finfo(dtype).eps * np.max(np.abs(want[finite]))
+        allowed = 2 * by_torch_error + ABSOLUTE[dtype]
+        if error > allowed:
+            complaints.append(f"sequence {s}: error {error:.3g}, allowed {allowed:.3g} (PyTorch in {dtype}: {by_torch_error:.3g})")
+    return complaints
