@@ -1,0 +1,1 @@
+"""What the notebooks measure: inputs, baselines, peers, sweeps."""

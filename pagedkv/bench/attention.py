@@ -1,0 +1,160 @@
+"""Time decode attention: this project's ops and their peers, shape by shape, against the roof of the same run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pagedkv.bench.attention_peers import IMPLEMENTATIONS, Absent, Implementation
+from pagedkv.bench.bandwidth import gather_roof, read_gb_per_s
+from pagedkv.bench.inputs import PagedInputs, shape
+from pagedkv.evidence.timing import measure
+
+MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
+
+# Published shapes first; the long ones need a GPU to end today.
+SHAPES = {
+    "cpu": ("8x512", "32x1024", "64x2048"),
+    "cuda": ("8x512", "32x1024", "64x2048", "64x8192", "256x4096", "1x32768", "1x131072",
+             "ragged_64x8192", "ragged_256x4096", "skewed_64x100000"),
+}  # fmt: skip
+QUICK_SHAPES = ("2x128", "8x512")
+
+# Before it is timed an output has to agree with plain float32 attention; 8-bit floats keep 3 bits of mantissa.
+_MAX_REL_ERROR = {"float8_e4m3fn": 0.1}
+_CHECKED_SEQS = 2
+
+
+def expected(inputs: PagedInputs, num_seqs: int) -> Tensor:
+    """Attention of the first sequences of rotation 0 in plain float32, `[num_seqs, num_heads, head_dim]`."""
+    s, (k_pool, k_scale, v_pool, v_scale) = inputs.shape, inputs.cache("int8_block_head")
+    outputs = []
+    for q, table, n in zip(inputs.queries[0][:num_seqs].float(), inputs.block_tables[0].long(), s.seq_lens):
+        blocks = table[: -(-n // s.block_size)]
+        k, v = (
+            (pool[blocks].float() * scale[blocks][:, None, :, None]).flatten(0, 1)[:n].transpose(0, 1)
+            for pool, scale in ((k_pool, k_scale), (v_pool, v_scale))
+        )
+        logits = torch.matmul(q.view(s.num_kv_heads, -1, s.head_dim), k.transpose(1, 2)) * inputs.sm_scale
+        outputs.append(torch.matmul(logits.softmax(-1), v).flatten(0, 1))
+    return torch.stack(outputs)
+
+
+def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes: tuple[str, ...] | None = None) -> Iterator[dict]:
+    """Measure every implementation on one shape.
+
+    Args:
+        name: as `inputs.shape` reads it.
+        bandwidth: `bandwidth_rows` of the same run: the roof where no gather kernel exists.
+        modes: timing modes; default `MODES` of the device.
+
+    Yields:
+        A row for each implementation and mode: `kind` "attention", `shape`, `implementation`, `kv_dtype`, `status`
+        ("measured", or "absent" with a `reason`), `mode`, `p10_us`, `p50_us`, `p90_us`, `repeats`, `bytes` of K, V and
+        scales, `gb_per_s`, `roof` and `roof_fraction` (roof time over `p50_us`), `rel_error` against float32.
+
+    Raises:
+        AssertionError: an output of this project is wrong. A peer's wrong output makes it absent.
+    """
+    modes = modes or MODES[device.type]
+    inputs = PagedInputs(shape(name), device)
+    want = expected(inputs, min(_CHECKED_SEQS, inputs.shape.num_seqs))
+    roofs = yield from _roofs(inputs, bandwidth, modes)
+    for implementation in IMPLEMENTATIONS:
+        if device.type not in implementation.devices:
+            continue
+        yield from _implementation_rows(implementation, inputs, want, roofs, modes)
+        inputs.forget()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -> Iterator[dict]:
+    """Yields the rows of the gather kernel; returns, per mode, the roof's name and its rate in GB/s."""
+    calls = gather_roof(inputs, "int8_block_head")
+    roofs = {}
+    for mode in modes:
+        if calls is None:
+            roofs[mode] = "read bandwidth", read_gb_per_s(bandwidth, mode)
+            continue
+        moved = inputs.shape.kv_bytes("int8_block_head")
+        times = measure(calls[0], inputs.device, mode=mode, rotate=calls)
+        rate = moved / times["p50_us"] / 1e3
+        roofs[mode] = "paged gather", rate
+        yield {"kind": "attention", "shape": inputs.shape.name, "implementation": "paged gather, no arithmetic", "ours": True,
+               "kv_dtype": "int8_block_head", "status": "measured", **times, "bytes": moved, "gb_per_s": rate}  # fmt: skip
+    return roofs
+
+
+def _implementation_rows(implementation: Implementation, inputs: PagedInputs, want: Tensor, roofs: dict, modes) -> Iterator[dict]:
+    row = {"kind": "attention", "shape": inputs.shape.name, "implementation": implementation.name,
+           "ours": implementation.ours, "kv_dtype": implementation.kv_dtype}  # fmt: skip
+    moved = inputs.shape.kv_bytes(implementation.kv_dtype)
+    try:
+        calls = implementation.prepare(inputs, implementation.kv_dtype)
+        rel_error = _rel_error(calls[0]()[: len(want)], want)
+        if not rel_error <= _MAX_REL_ERROR.get(implementation.kv_dtype, 0.01):
+            raise AssertionError(f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}: relative error {rel_error:.3g}")
+        measured = [measure(calls[0], inputs.device, mode=mode, rotate=calls) for mode in modes]
+    except torch.cuda.OutOfMemoryError:
+        yield row | {"status": "absent", "reason": "needs more memory than this device has"}
+    except Absent as absent:
+        yield row | {"status": "absent", "reason": str(absent)}
+    except Exception as error:  # a peer that breaks is a finding of the comparison; breaking ourselves is not
+        if implementation.ours:
+            raise
+        yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+    else:
+        for times in measured:
+            roof, roof_gb_per_s = roofs[times["mode"]]
+            rate = moved / times["p50_us"] / 1e3
+            yield row | {"status": "measured", **times, "bytes": moved, "gb_per_s": rate, "roof": roof,
+                         "roof_fraction": rate / roof_gb_per_s, "rel_error": rel_error}  # fmt: skip
+
+
+def _rel_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+# ------------------------------------------------------------------------------------------- derived
+
+# quantity: (which of this project's rows, which peers). Each is the fastest peer's p50 over ours: above 1, ours is faster.
+_RATIOS = {
+    "vs_fp16": ("int8_block_head", lambda r: r["kv_dtype"] in ("float16", "bfloat16")),
+    "vs_fp8": ("int8_block_head", lambda r: r["kv_dtype"].startswith("float8")),
+    "vs_sdpa": ("int8_block_head", lambda r: "SDPA" in r["implementation"]),
+    "vs_gathered_sdpa": ("int8_block_head", lambda r: r["implementation"].startswith("gather")),
+    "vs_fastest_peer": ("int8_block_head", lambda r: True),
+    "fp16_vs_fp16": ("float16", lambda r: r["kv_dtype"] in ("float16", "bfloat16")),
+}
+
+
+def derived_rows(rows: list[dict]) -> Iterator[dict]:
+    """Ratios within one run, from its rows: `kind` "derived", `shape`, `mode`, `quantity`, `value`, `peer`.
+
+    `token_head_cost`: p50 with token-head over p50 with block-head scales, beyond the ratio of their bytes. A ratio whose
+    peers are all absent is a row with `status` "absent".
+    """
+    attention = [r for r in rows if r.get("kind") == "attention"]
+    measured = [r for r in attention if r["status"] == "measured"]
+    for name in dict.fromkeys(r["shape"] for r in attention):
+        for mode in dict.fromkeys(r["mode"] for r in measured):
+            here = [r for r in measured if (r["shape"], r["mode"]) == (name, mode)]
+            ours = {r["kv_dtype"]: r for r in here if r["implementation"] == "pagedkv"}
+            row = {"kind": "derived", "shape": name, "mode": mode}
+            for quantity, (kv_dtype, is_peer) in _RATIOS.items():
+                peers = [r for r in here if not r["ours"] and is_peer(r)]
+                if kv_dtype in ours and peers:
+                    best = min(peers, key=lambda r: r["p50_us"])
+                    yield row | {"quantity": quantity, "status": "measured", "value": best["p50_us"] / ours[kv_dtype]["p50_us"],
+                                 "peer": f"{best['implementation']} ({best['kv_dtype']})"}  # fmt: skip
+                else:
+                    yield row | {"quantity": quantity, "status": "absent", "reason": "no such peer ran, see its row"}
+            if {"int8_block_head", "int8_token_head"} <= ours.keys():
+                block, token = ours["int8_block_head"], ours["int8_token_head"]
+                cost = token["p50_us"] / block["p50_us"] / (token["bytes"] / block["bytes"])
+                yield row | {"quantity": "token_head_cost", "status": "measured", "value": cost, "peer": "pagedkv (int8_block_head)"}

@@ -1,0 +1,159 @@
+"""What decode attention is compared with: this project's ops, the published baseline and the peers of anchors.
+
+An implementation prepares itself on `PagedInputs` (copies, plans, compilation: all outside the timed part) and
+returns one callable for each rotation. It raises `Absent` where it cannot run, and says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pagedkv
+from pagedkv.bench.inputs import PagedInputs
+
+Call = Callable[[], Tensor]
+
+
+class Absent(Exception):
+    """An implementation cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a decode step; `prepare(inputs, kv_dtype)` returns a call for each rotation."""
+
+    name: str
+    kv_dtype: str
+    prepare: Callable[[PagedInputs, str], list[Call]]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    ours: bool = False
+
+
+# ------------------------------------------------------------------------------------- this project
+
+
+def _pagedkv(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+    cache = inputs.cache(kv_dtype)
+    op = pagedkv.quant_paged_attention if kv_dtype.startswith("int8") else pagedkv.paged_attention
+
+    def call(q: Tensor, table: Tensor) -> Call:
+        return lambda: op(q, *cache, table, inputs.seq_lens, inputs.sm_scale)
+
+    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+
+
+# ------------------------------------------------------------------------------------------- PyTorch
+
+
+def _gather_expand_sdpa(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+    """The published baseline: gather the pages of a float16 pool, repeat KV heads to query heads, SDPA with a mask.
+
+    Every step pays for the gather, as it has to where the cache is paged and the kernel is not.
+    """
+    shape, (k_cache, v_cache) = inputs.shape, inputs.cache(kv_dtype)
+    group = shape.num_heads // shape.num_kv_heads
+    padded_len = inputs.block_tables[0].shape[1] * shape.block_size
+    live = torch.arange(padded_len, device=inputs.device)[None] < inputs.seq_lens[:, None]
+    mask = None if bool(live.all()) else live[:, None, None]
+
+    def gather(pool: Tensor, table: Tensor) -> Tensor:
+        pages = pool[table].flatten(1, 2).transpose(1, 2)
+        return pages.repeat_interleave(group, dim=1)
+
+    def call(q: Tensor, table: Tensor) -> Call:
+        q, table = q[:, :, None].to(k_cache.dtype), table.long().clamp(min=0)
+        return lambda: F.scaled_dot_product_attention(
+            q, gather(k_cache, table), gather(v_cache, table), attn_mask=mask, scale=inputs.sm_scale
+        ).squeeze(2)
+
+    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+
+
+def _dense_sdpa(*backends: SDPBackend):
+    """SDPA on KV that lies dense already: it pays neither for pages nor for the gather."""
+
+    def prepare(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+        if not inputs.shape.uniform:
+            raise Absent("dense SDPA takes sequences of one length")
+
+        def call(rotation: int) -> Call:
+            k, v = inputs.dense(kv_dtype, rotation)
+            q = inputs.queries[rotation][:, :, None].to(k.dtype)
+
+            def run() -> Tensor:
+                with sdpa_kernel(list(backends)):
+                    return F.scaled_dot_product_attention(q, k, v, scale=inputs.sm_scale, enable_gqa=True).squeeze(2)
+
+            return run
+
+        return [call(rotation) for rotation in range(inputs.num_rotations)]
+
+    return prepare
+
+
+# ---------------------------------------------------------------------------------------- FlashInfer
+
+_FLASHINFER_WORKSPACE = 128 << 20
+
+
+def _flashinfer(tensor_cores: bool):
+    """FlashInfer's paged decode wrapper; the plan is made here, outside the timed part."""
+
+    def prepare(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+        if importlib.util.find_spec("flashinfer") is None:
+            raise Absent("flashinfer is not installed (pip install flashinfer-python)")
+        import flashinfer
+
+        shape, cache = inputs.shape, inputs.cache(kv_dtype)
+        # The float workspace only holds partial results within a call, so the rotations share it.
+        workspace = torch.empty(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.device)
+        counts = (inputs.seq_lens + shape.block_size - 1) // shape.block_size
+        indptr = F.pad(counts.cumsum(0), (1, 0)).int()
+        last_page_len = (inputs.seq_lens - (counts - 1) * shape.block_size).int()
+
+        def call(q: Tensor, table: Tensor) -> Call:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+            wrapper.plan(
+                indptr,
+                table[table >= 0],
+                last_page_len,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.block_size,
+                q_data_type=q.dtype,
+                kv_data_type=getattr(torch, kv_dtype),
+                sm_scale=inputs.sm_scale,
+            )
+            return lambda: wrapper.run(q, cache)
+
+        return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+
+    return prepare
+
+
+_cpu, _cuda = ("cpu",), ("cuda",)
+
+# To add a peer, add a line.
+IMPLEMENTATIONS = (
+    Implementation("pagedkv", "int8_block_head", _pagedkv, ours=True),
+    Implementation("pagedkv", "int8_token_head", _pagedkv, ours=True),
+    Implementation("pagedkv", "float16", _pagedkv, ours=True),
+    Implementation("gather + expand + SDPA", "float16", _gather_expand_sdpa),
+    Implementation("SDPA enable_gqa, dense", "float32", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
+    Implementation("SDPA enable_gqa, dense", "bfloat16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
+    Implementation("SDPA enable_gqa, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
+    Implementation("SDPA flash, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION), _cuda),
+    Implementation("SDPA cuDNN, dense", "float16", _dense_sdpa(SDPBackend.CUDNN_ATTENTION), _cuda),
+    Implementation("FlashInfer, tensor cores", "float16", _flashinfer(True), _cuda),
+    Implementation("FlashInfer, CUDA cores", "float16", _flashinfer(False), _cuda),
+    Implementation("FlashInfer, tensor cores", "float8_e4m3fn", _flashinfer(True), _cuda),
+    Implementation("FlashInfer, CUDA cores", "float8_e4m3fn", _flashinfer(False), _cuda),
+)

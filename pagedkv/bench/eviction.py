@@ -1,0 +1,241 @@
+"""Time eviction: score every block of a pool and pick those with the lowest scores.
+
+What the published host does, what PyTorch can do, and this project's ops, on the same statistics. An implementation's
+ids are compared with those of a stable sort before it is timed; a row says whether they are `exact`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import pagedkv
+from pagedkv.bench.inputs import MAX_ROTATIONS, ROTATE_OVER_CACHE, last_level_cache
+from pagedkv.evidence.timing import measure
+
+MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
+NUM_BLOCKS = (1_024, 16_384, 131_072, 1_048_576)
+QUICK_NUM_BLOCKS = (1_024, 16_384)
+FRACTIONS = {"cpu": (0.15,), "cuda": (0.15, 0.01, 0.5)}
+BLOCK_SIZE = 16
+_WEIGHTS = (0.4, 0.3, 0.3)
+
+Ids = Callable[[], object]
+
+
+@dataclass
+class Statistics:
+    """What a cache knows of its blocks: `recency, frequency` float32 `[n]`, `mass` float32 and `valid` bool `[n, 16]`."""
+
+    recency: Tensor
+    frequency: Tensor
+    mass: Tensor
+    valid: Tensor
+    host: tuple[np.ndarray, ...] = field(default=(), repr=False)
+
+    def __iter__(self):
+        return iter((self.recency, self.frequency, self.mass, self.valid))
+
+    @classmethod
+    def random(cls, num_blocks: int, device: torch.device, seed: int = 0) -> Statistics:
+        """Uniform statistics, one token in ten invalid; float32 scores of so many blocks contain ties."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(*size: int) -> Tensor:
+            return torch.rand(size, device=device, generator=generator)
+
+        made = cls(draw(num_blocks), draw(num_blocks), draw(num_blocks, BLOCK_SIZE), draw(num_blocks, BLOCK_SIZE) > 0.1)
+        made.host = tuple(x.cpu().numpy() for x in made)
+        return made
+
+
+def pool_bytes(num_blocks: int) -> int:
+    """Bytes that scoring has to read (two float32 a block, a float32 and a bool a token) and write (a float32 a block)."""
+    return num_blocks * (4 + 4 + BLOCK_SIZE * 5 + 4)
+
+
+# ------------------------------------------------------------------------------------ implementations
+
+
+def torch_scores(recency: Tensor, frequency: Tensor, mass: Tensor, valid: Tensor) -> Tensor:
+    """The contract's score in a few lines of PyTorch, as one would write it without this library."""
+    mean = (mass * valid).sum(1) / valid.sum(1).clamp(min=1)
+    return _WEIGHTS[0] * recency + _WEIGHTS[1] * frequency + _WEIGHTS[2] * mean
+
+
+def numpy_scores(recency: np.ndarray, frequency: np.ndarray, mass: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """The same in NumPy."""
+    mean = (mass * valid).sum(1) / np.maximum(valid.sum(1), 1)
+    return (_WEIGHTS[0] * recency + _WEIGHTS[1] * frequency + _WEIGHTS[2] * mean).astype(np.float32)
+
+
+def _numpy_argsort(arrays: tuple[np.ndarray, ...], k: int) -> np.ndarray:
+    return np.argsort(numpy_scores(*arrays), kind="stable")[:k]
+
+
+def _numpy_argpartition(arrays: tuple[np.ndarray, ...], k: int) -> np.ndarray:
+    """The k lowest, then sorted: less work than sorting all; ties at the boundary fall either way."""
+    scores = numpy_scores(*arrays)
+    lowest = np.argpartition(scores, min(k, len(scores) - 1))[:k]
+    return lowest[np.argsort(scores[lowest], kind="stable")]
+
+
+def _transferred(pick: Callable) -> Callable:
+    return lambda s, k: lambda: pick(tuple(x.cpu().numpy() for x in s), k)
+
+
+def _on_host(pick: Callable) -> Callable:
+    return lambda s, k: lambda: pick(s.host, k)
+
+
+def _compiled(s: Statistics, k: int) -> Ids:
+    scores = torch.compile(torch_scores, dynamic=False)
+    return lambda: torch.topk(scores(*s), k, largest=False, sorted=True).indices
+
+
+def _separate(s: Statistics, k: int) -> Ids:
+    return lambda: pagedkv.select_eviction_candidates(pagedkv.eviction_scores(*s), k)
+
+
+def _select_only(select: Callable[[Tensor, int], Tensor]) -> Callable:
+    def prepare(s: Statistics, k: int) -> Ids:
+        scores = pagedkv.eviction_scores(*s)
+        return lambda: select(scores, k)
+
+    return prepare
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`prepare(statistics, k)` returns the call to time. `part`: what of the work it does.
+
+    On CUDA, what returns through the host cannot be captured (`host`) and is timed by the host's clock.
+    """
+
+    name: str
+    prepare: Callable[[Statistics, int], Ids]
+    part: str = "score + select"
+    ours: bool = False
+    host: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+# To add one, add a line.
+IMPLEMENTATIONS = (
+    Implementation("pagedkv, fused", lambda s, k: lambda: pagedkv.evict_blocks(*s, k)[0], ours=True),
+    Implementation("pagedkv, separate", _separate, ours=True),
+    Implementation("pagedkv, scores alone", lambda s, k: lambda: pagedkv.eviction_scores(*s), "score", ours=True),
+    Implementation("pagedkv, selection alone", _select_only(pagedkv.select_eviction_candidates), "select", ours=True),
+    Implementation("NumPy, argsort", _on_host(_numpy_argsort), host=True),
+    Implementation("NumPy, argpartition", _on_host(_numpy_argpartition), host=True),
+    Implementation("NumPy, argsort, with device-to-host copy", _transferred(_numpy_argsort), host=True, devices=("cuda",)),
+    Implementation("NumPy, argpartition, with device-to-host copy", _transferred(_numpy_argpartition), host=True, devices=("cuda",)),
+    Implementation("torch eager, topk", lambda s, k: lambda: torch.topk(torch_scores(*s), k, largest=False, sorted=True).indices),
+    Implementation("torch eager, stable sort", lambda s, k: lambda: torch.sort(torch_scores(*s), stable=True).indices[:k]),
+    Implementation("torch.compile, topk", _compiled),
+    Implementation("torch.topk alone, sorted", _select_only(lambda x, k: torch.topk(x, k, largest=False, sorted=True).indices), "select"),
+    Implementation("torch.topk alone, unsorted", _select_only(lambda x, k: torch.topk(x, k, largest=False, sorted=False).indices), "select"),
+    Implementation("torch stable sort alone", _select_only(lambda x, k: torch.sort(x, stable=True).indices[:k]), "select"),
+)
+
+
+# ---------------------------------------------------------------------------------------------- sweep
+
+
+def size_rows(
+    num_blocks: int, device: torch.device, *, fractions: tuple[float, ...] | None = None, read_gb_per_s: float | None = None, budget_s: float = 0.2
+) -> Iterator[dict]:
+    """Measure every implementation on a pool of `num_blocks` blocks.
+
+    Args:
+        fractions: of the pool to evict; default `FRACTIONS` of the device.
+        read_gb_per_s: memory bandwidth measured in the same run, for `roof_us` and `roof_fraction`.
+        budget_s: seconds of timing for each row.
+
+    Yields:
+        `kind` "eviction", `blocks`, `k`, `fraction`, `implementation`, `part`, `ours`, `status` ("measured", or "absent"
+        with a `reason`), `mode`, the times, `exact` (null where only scores come out), and for what scores `bytes`, `roof_us`, `roof_fraction`.
+
+    Raises:
+        AssertionError: this project's ids are not those of a stable sort of its scores.
+    """
+    count = max(1, min(MAX_ROTATIONS, -(-ROTATE_OVER_CACHE[device.type] * last_level_cache(device) // pool_bytes(num_blocks))))
+    pools = [Statistics.random(num_blocks, device, seed) for seed in range(count)]
+    sorted_ids = {True: _stable_order(pagedkv.eviction_scores(*pools[0])), False: _stable_order(torch_scores(*pools[0]))}
+    for fraction in fractions or FRACTIONS[device.type]:
+        k = int(num_blocks * fraction)
+        for implementation in IMPLEMENTATIONS:
+            if device.type not in implementation.devices:
+                continue
+            row = {"kind": "eviction", "blocks": num_blocks, "k": k, "fraction": fraction, "implementation": implementation.name,
+                   "part": implementation.part, "ours": implementation.ours}  # fmt: skip
+            modes = ("cpu",) if implementation.host else MODES[device.type]
+            try:
+                calls = [implementation.prepare(pool, k) for pool in pools]
+                exact = _exact(implementation, calls[0](), sorted_ids, k)
+                measured = [measure(device=device, mode=mode, rotate=calls, budget_s=budget_s) for mode in modes]
+            except Exception as error:  # a baseline that breaks is a finding; breaking ourselves is not
+                if implementation.ours:
+                    raise
+                yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+                continue
+            if implementation.ours and exact is False:
+                raise AssertionError(f"{implementation.name}: its ids on {num_blocks} blocks, k = {k}, are not those of a stable sort")
+            for times in measured:
+                extra = {}
+                if implementation.part != "select" and read_gb_per_s:
+                    moved = pool_bytes(num_blocks) + (8 * k if "select" in implementation.part else 0)
+                    roof_us = moved / read_gb_per_s / 1e3
+                    extra = {"bytes": moved, "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"]}
+                yield row | {"status": "measured", **times, "exact": exact, **extra}
+    gc.collect()
+
+
+def _stable_order(scores: Tensor) -> np.ndarray:
+    return np.argsort(scores.cpu().numpy(), kind="stable")
+
+
+def _exact(implementation: Implementation, result: object, sorted_ids: dict[bool, np.ndarray], k: int) -> bool | None:
+    """Whether the ids are those of a stable sort: of this project's scores, or of PyTorch's where those were sorted.
+
+    The two round differently, so a baseline counts as exact where it agrees with either.
+    """
+    if implementation.part == "score":
+        return None
+    ids = result.cpu().numpy() if isinstance(result, Tensor) else result
+    orders = sorted_ids.values() if not implementation.ours else [sorted_ids[True]]
+    return any(np.array_equal(ids, order[:k]) for order in orders)
+
+
+# -------------------------------------------------------------------------------------------- derived
+
+# quantity: prefix of the peers' names. Each is the fastest such peer's p50 over the fused op's: above 1, ours is faster.
+_RATIOS = {
+    "vs_numpy": ("NumPy", "cpu"),
+    "vs_eager": ("torch eager", None),
+    "vs_compile": ("torch.compile", None),
+    "vs_topk_alone": ("torch.topk alone", None),
+    "fused_vs_separate": ("pagedkv, separate", None),
+}
+
+
+def derived_rows(rows: list[dict]) -> Iterator[dict]:
+    """Ratios within one run, from its rows: `kind` "derived", `blocks`, `fraction`, `mode`, `quantity`, `value`, `peer`."""
+    measured = [r for r in rows if r.get("kind") == "eviction" and r["status"] == "measured"]
+    for ours in measured:
+        if ours["implementation"] != "pagedkv, fused":
+            continue
+        for quantity, (prefix, mode) in _RATIOS.items():
+            row = {"kind": "derived", "blocks": ours["blocks"], "fraction": ours["fraction"], "mode": ours["mode"], "quantity": quantity}
+            peers = [r for r in measured if r["implementation"].startswith(prefix) and r["mode"] == (mode or ours["mode"])
+                     and (r["blocks"], r["fraction"]) == (ours["blocks"], ours["fraction"])]  # fmt: skip
+            if peers:
+                best = min(peers, key=lambda r: r["p50_us"])
+                yield row | {"status": "measured", "value": best["p50_us"] / ours["p50_us"], "peer": best["implementation"]}
+            else:
+                yield row | {"status": "absent", "reason": "no such peer ran, see its row"}

@@ -1,0 +1,48 @@
+"""How an output is judged: the contract's tolerance, and the row that says what came of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+
+
+def as_float64(x) -> np.ndarray:
+    """A tensor (bfloat16 too) or an array as float64."""
+    return x.detach().double().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, dtype=np.float64)
+
+
+def max_error(got, want) -> float:
+    """The largest absolute difference; infinite where `got` is not finite and `want` is, or the other way round.
+
+    A NaN or an infinity that `want` holds too is no error.
+    """
+    got, want = as_float64(got), as_float64(want)
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {got.shape}, expected {want.shape}")
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    finite = np.isfinite(got) & np.isfinite(want)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, np.where(finite, np.abs(got - want), np.inf))
+    return float(difference.max(initial=0.0))
+
+
+def tolerance(baseline, want, q_dtype: torch.dtype, out_dtype: torch.dtype) -> float:
+    """The contract's rule: twice PyTorch's own error in `q`'s dtype, plus a floor.
+
+    PyTorch's error counts as at least the rounding of the right answer to `out_dtype`, which no implementation avoids.
+    Where PyTorch itself is off by an infinity (it overflows in half), only that rounding is granted.
+    """
+    want = as_float64(want)
+    rounding = max_error(torch.from_numpy(want).to(out_dtype), want)
+    error = max_error(baseline, want)
+    return 2 * max(rounding if math.isfinite(rounding) else 0.0, error if math.isfinite(error) else 0.0) + FLOOR[q_dtype]
+
+
+def row(op: str, case: str, dtype: str, output: str, error: float, limit: float, **more) -> dict:
+    """A judged row: `ok` says whether `max_error` keeps `tolerance`; an infinite error is written as null."""
+    return {"op": op, "case": case, "dtype": dtype, "output": output, "max_error": error if math.isfinite(error) else None,
+            "tolerance": limit, "ok": bool(error <= limit), **more}  # fmt: skip
