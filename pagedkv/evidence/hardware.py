@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 
 # What a record lists of a CPU's instruction sets: those that the kernels could use.
-_ISA = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "asimd", "asimddp", "sve")
+_ISA = (
+    *("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8"),
+    *("asimd", "asimddp", "sve"),
+)
 
 # Marketing words and counts that do not tell one processor from another.
 _NOISE = re.compile(r"\((?:r|tm|c)\)|@.*$|\bwith .*$|\b\w+-core\b|\bcpu\b|\bprocessor\b", re.IGNORECASE)
@@ -110,7 +113,7 @@ def _nvidia_smi(device: torch.device, *fields: str) -> dict[str, str | None]:
     values = [v.strip() for v in output.strip().splitlines()[0].split(",")] if output.strip() else []
     if len(values) != len(fields):
         return unknown
-    return {f: None if v.startswith("[") else v for f, v in zip(fields, values)}
+    return {f: None if v.startswith("[") else v for f, v in zip(fields, values, strict=True)}
 
 
 def _cpu_name() -> str:
@@ -118,7 +121,8 @@ def _cpu_name() -> str:
     name = _cpuinfo("model name")
     if not name and shutil.which("lscpu"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            lines = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=20, env={**os.environ, "LC_ALL": "C"}).stdout.splitlines()
+            english = {**os.environ, "LC_ALL": "C"}
+            lines = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=20, env=english).stdout.splitlines()
             name = next((line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")), "")
     if not name and platform.system() == "Darwin":
         with contextlib.suppress(OSError, subprocess.SubprocessError):

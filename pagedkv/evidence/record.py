@@ -40,8 +40,11 @@ def digest(record: Mapping) -> str:
 
 def file_hash(path: str | Path) -> str:
     """sha256 of a file's bytes."""
+    sha = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read()).hexdigest()
+        while chunk := file.read(1 << 20):
+            sha.update(chunk)
+    return sha.hexdigest()
 
 
 def hashes(paths: Iterable[str | Path], root: Path) -> dict[str, str]:
