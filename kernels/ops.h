@@ -60,6 +60,10 @@ void paged_attention(const AttentionParams& p, void* workspace, void* stream);
 size_t quant_paged_attention_workspace(const AttentionParams& p);
 void quant_paged_attention(const AttentionParams& p, void* workspace, void* stream);
 
+// XORs every 4-byte word of K and V that attention would read into *checksum (0 before): the memory roof of the
+// benchmarks, not part of the library's interface. CUDA only.
+void paged_gather(const AttentionParams& p, uint32_t* checksum, void* stream);
+
 struct MergeParams {
   const void *out_a, *out_b;  // [num_seqs, num_heads, head_dim], dtype
   int64_t out_a_stride_seq, out_a_stride_head, out_b_stride_seq, out_b_stride_head;

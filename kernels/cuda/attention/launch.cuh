@@ -1,0 +1,139 @@
+// Which kernel serves a call, and the launches of one: decode, merge, block mass.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "attention/decode_mma.cuh"
+#include "attention/decode_plain.cuh"
+
+namespace pagedkv::attention {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+template <typename T>
+__global__ void architecture_probe() {}
+
+// The virtual architecture that this library's code was compiled for, times ten: 75 where compute_75 PTX runs
+// on a newer card, so that the card's own capability would mislead.
+inline int compiled_for() {
+  static const int version = [] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, architecture_probe<void>), "cudaFuncGetAttributes");
+    return attributes.ptxVersion;
+  }();
+  return version;
+}
+
+inline int num_sms() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+// ---------------------------------------------------------------------------------------- one path's launches
+
+// Decode, then whatever the path needs after it. `kernel` is launched with one CTA for each (item, head tile).
+struct Path {
+  SplitPlan plan;
+  int head_tiles, threads;
+  bool step_masses;
+};
+
+template <typename Q, typename Kernel, typename MassKernel>
+void run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel kernel, MassKernel launch_mass) {
+  Partials partials{};
+  partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_masses);
+  const int64_t grid = path.plan.max_items() * path.head_tiles;
+  kernel<<<dim3(unsigned(grid)), path.threads, 0, stream>>>(p, path.plan, partials);
+  check(cudaGetLastError(), "decode");
+
+  if (path.plan.fixed_splits != 1) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(p.num_seqs * p.num_heads));
+    config.blockDim = dim3(128);
+    config.stream = stream;
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = compiled_for() >= 90 ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, merge_splits<Q>, p, partials), "merge_splits");
+  }
+  if (p.block_mass) {
+    launch_mass(partials);
+    check(cudaGetLastError(), "block_mass");
+  }
+}
+
+// ------------------------------------------------------------------------------------------ the fast path
+
+template <class C>
+Path mma_path(const AttentionParams& p) {
+  const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kTileHeads);
+  return {make_plan(p, C::tokens_per_unit, 2 * num_sms(), head_tiles), head_tiles, C::threads, true};
+}
+
+inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2, int bytes) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (s0 | s1 | s2) * bytes % 16 == 0;
+}
+
+// Whether the fast kernels serve this call: the rest goes to the plain ones.
+inline bool fits_mma(const AttentionParams& p) {
+  const bool quantised = p.cache_dtype == DType::kInt8;
+  const int bytes = quantised ? 1 : 2;
+  return compiled_for() >= 80 && p.num_blocks > 0 && p.block_size % kStepTokens == 0 &&
+         (p.head_dim == 64 || p.head_dim == 128 || (p.head_dim == 256 && quantised)) &&  // 256 in half: 190 registers of buffers
+         p.q_dtype != DType::kFloat32 && (quantised || p.cache_dtype == p.q_dtype) &&
+         rows_aligned_16(p.q, p.q_stride_seq, p.q_stride_head, 0, 2) &&
+         rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
+         rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes) &&
+         p.k_stride_token * bytes < (1 << 24) && p.v_stride_token * bytes < (1 << 24);  // 32-bit offsets within a step
+}
+
+// Calls `use` with the DecodeConfig that serves p.
+template <typename Q, CacheKind kKind, class Use>
+auto with_head_dim(const AttentionParams& p, Use use) {
+  auto with_mass = [&](auto mass) {
+    constexpr bool kMass = decltype(mass)::value;
+    if (p.head_dim == 64) return use(DecodeConfig<Q, kKind, 64, kMass>{});
+    if constexpr (kKind != CacheKind::kHalf) {
+      if (p.head_dim == 256) return use(DecodeConfig<Q, kKind, 256, kMass>{});
+    }
+    return use(DecodeConfig<Q, kKind, 128, kMass>{});
+  };
+  return p.block_mass ? with_mass(std::true_type{}) : with_mass(std::false_type{});
+}
+
+template <class C>
+void run_mma(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  const Path path = mma_path<C>(p);
+  run<typename C::Query>(p, path, workspace, stream, decode_mma<C>, [&](const Partials& partials) {
+    const int64_t cells = p.num_seqs * p.max_blocks;
+    block_mass_from_steps<<<unsigned((cells + 127) / 128), 128, 0, stream>>>(p, path.plan, partials);
+  });
+}
+
+// ----------------------------------------------------------------------------------------- the plain path
+
+inline Path plain_path(const AttentionParams& p) {
+  // 16 CTAs of 128 threads fill an SM.
+  return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads)), int(p.num_heads), kPlainThreads, false};
+}
+
+template <typename Q, typename KV>
+void run_plain(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  const Path path = plain_path(p);
+  run<Q>(p, path, workspace, stream, decode_plain<Q, KV>, [&](const Partials& partials) {
+    block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
+  });
+}
+
+inline size_t workspace_bytes(const AttentionParams& p, const Path& path) {
+  return Partials{}.lay_out(nullptr, p, path.plan.max_items(), path.step_masses);
+}
+
+}  // namespace pagedkv::attention
