@@ -106,37 +106,47 @@ def key(backend: str) -> str:
 def load(backend: str) -> Path:
     """Compile a backend unless the cache holds it, load it, and return its directory.
 
-    Builds of one key exclude each other by a file lock that the system releases when its holder dies. The
-    lock file that `cpp_extension` itself leaves behind in a killed build is removed, or the next build
-    would wait for it forever.
+    A build happens in a directory of its own and is renamed into place when it is whole, so one that was killed
+    is never mistaken for a finished one, and the lock file that `cpp_extension` leaves in it keeps nobody
+    waiting. Builds of one key exclude each other by a file lock, which the system releases when its holder dies.
+
+    Raises:
+        RuntimeError: the compiler failed; the message holds what it said.
+        OSError: the cache cannot be written.
     """
     directory = cache_dir() / f"{backend}-{key(backend)}"
     name = f"pagedkv_{backend}_kernels"
-    library = directory / f"{name}.so"
-    finished = directory / "finished"
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not finished.exists():
-            (directory / "lock").unlink(missing_ok=True)
-            started = time.monotonic()
-            print(f"pagedkv: compiling the {backend} kernels into {directory} (once)", file=sys.stderr, flush=True)
-            with _ninja_on_path(), _bounded_jobs():
-                cpp_extension.load(
-                    name=name,
-                    sources=[str(p) for p in sources(backend)],
-                    extra_include_paths=[str(KERNELS)],
-                    build_directory=str(directory),
-                    with_cuda=backend == "cuda",
-                    is_python_module=False,
-                    **flags(backend),
-                )
-            seconds = time.monotonic() - started
-            finished.write_text(f"{seconds:.1f}\n")
-            print(f"pagedkv: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
-            return directory
-    torch.ops.load_library(library)
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with open(directory.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.exists():
+                _compile(backend, name, directory)
+    torch.ops.load_library(directory / f"{name}.so")
     return directory
+
+
+def _compile(backend: str, name: str, directory: Path) -> None:
+    for leftover in directory.parent.glob(f"{directory.name}.building-*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # we hold the lock: its builder is dead
+    building = directory.with_name(f"{directory.name}.building-{os.getpid()}")
+    building.mkdir()
+    started = time.monotonic()
+    print(f"pagedkv: compiling the {backend} kernels into {directory} (once)", file=sys.stderr, flush=True)
+    with _ninja_on_path(), _bounded_jobs():
+        cpp_extension.load(
+            name=name,
+            sources=[str(p) for p in sources(backend)],
+            extra_include_paths=[str(KERNELS)],
+            build_directory=str(building),
+            with_cuda=backend == "cuda",
+            is_python_module=False,
+            **flags(backend),
+        )
+    seconds = time.monotonic() - started
+    (building / "seconds").write_text(f"{seconds:.1f}\n")
+    building.rename(directory)
+    print(f"pagedkv: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -156,12 +166,22 @@ def _bounded_jobs():
     if "MAX_JOBS" in os.environ:
         yield
         return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    os.environ["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, memory // _BYTES_PER_JOB)))
+    os.environ["MAX_JOBS"] = str(max(1, min(len(os.sched_getaffinity(0)), _available_memory() // _BYTES_PER_JOB)))
     try:
         yield
     finally:
         del os.environ["MAX_JOBS"]
+
+
+def _available_memory() -> int:
+    """Bytes that this process may still take: what the system has to spare, or less where a cgroup limits it."""
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
+        cgroup = Path("/sys/fs/cgroup")
+        limit = int((cgroup / "memory.max").read_text())
+        available = min(available, limit - int((cgroup / "memory.current").read_text()))
+    return available
 
 
 def _compiler_versions(backend: str) -> list[str]:

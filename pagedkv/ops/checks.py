@@ -57,12 +57,16 @@ def tensor(name: str, value: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ..
         expected = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
         raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in expected)}, got {dtype}")
     have = value.shape
-    if have != shape and (len(have) != len(shape) or any(not isinstance(want, str) and got != want for got, want in zip(have, shape, strict=True))):
+    if have != shape and not _fits(have, shape):
         raise ValueError(f"{name}: expected shape [{', '.join(str(s) for s in shape)}], got {list(have)}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
     if value.stride(-1) != 1 and have[-1] > 1 and value.numel() > 0:
         raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got stride {value.stride(-1)}")
+
+
+def _fits(have: torch.Size, shape: tuple) -> bool:
+    return len(have) == len(shape) and all(isinstance(want, str) or got == want for got, want in zip(have, shape, strict=True))
 
 
 def _cache(name: str, value: Tensor, dtypes, like: Tensor | None = None) -> None:

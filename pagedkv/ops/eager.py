@@ -73,19 +73,22 @@ def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_sc
     v = torch.where(attended[:, :, None, None], _gather(v_cache, v_scale, block_ids), 0.0)
 
     grouped = q.float().view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    logits = torch.einsum("sgrd,stgd->sgrt", grouped, k).reshape(num_seqs, num_heads, -1) * sm_scale
+    logits = torch.einsum("sgrd,stgd->sgrt", grouped, k).reshape(num_seqs, num_heads, len(position)) * sm_scale
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     logits = torch.where(attended[:, None, :], logits, -math.inf)
 
-    lse = torch.logsumexp(logits, dim=-1) if max_blocks > 0 else logits.new_full((num_seqs, num_heads), -math.inf)
-    weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse)[:, :, None])
+    # Not exp(logit - lse): the rounding of a large lse would scale all weights.
+    largest = logits.amax(-1, keepdim=True) if max_blocks > 0 else logits.new_full((num_seqs, num_heads, 1), -math.inf)
+    weights = torch.exp(logits - torch.where(largest == -math.inf, 0.0, largest))
+    total = weights.sum(-1, keepdim=True)
+    weights = torch.where(total == 0, 0.0, weights / total)
+    lse = (largest + torch.log(total)).squeeze(-1)
     mass = weights.view(num_seqs, num_heads, max_blocks, block_size).sum(-1).mean(1)
-    out = torch.einsum("sgrt,stgd->sgrd", weights.view(num_seqs, num_kv_heads, -1, weights.shape[-1]), v).reshape(q.shape)
-    if sinks is not None:
-        with_sink = torch.where(length == 0, -math.inf, torch.logaddexp(lse, sinks))
-        out = out * torch.exp(lse - torch.where(length == 0, 0.0, with_sink))[:, :, None]
-        lse = with_sink
+    out = torch.einsum("sgrt,stgd->sgrd", weights.view(*grouped.shape[:3], len(position)), v).reshape(q.shape)
+    if sinks is not None:  # the tokens' share of the denominator is sigmoid(lse - sink)
+        out = out * torch.where(length == 0, 0.0, torch.sigmoid(lse - sinks))[:, :, None]
+        lse = torch.where(length == 0, -math.inf, torch.logaddexp(lse, sinks))
     return (
         torch.where(bad[:, :, None], math.nan, out).to(q.dtype),
         torch.where(bad, math.nan, lse),
@@ -104,13 +107,15 @@ def _gather(cache: Tensor, scale: Tensor | None, block_ids: Tensor) -> Tensor:
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse_a, lse_b)
-    shift = torch.where(lse == -math.inf, 0.0, lse)
+    largest = torch.maximum(lse_a, lse_b)
+    shift = torch.where(largest == -math.inf, 0.0, largest)
+    weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    total = weight_a + weight_b
     parts = (
-        torch.where(lse_x[..., None] == -math.inf, 0.0, torch.exp(lse_x - shift)[..., None] * out_x.float())
-        for out_x, lse_x in ((out_a, lse_a), (out_b, lse_b))
+        torch.where(lse == -math.inf, 0.0, weight / total)[..., None] * torch.where((lse == -math.inf)[..., None], 0.0, out.float())
+        for lse, weight, out in ((lse_a, weight_a, out_a), (lse_b, weight_b, out_b))
     )
-    return sum(parts).to(out_a.dtype).contiguous(), lse.contiguous()
+    return sum(parts).to(out_a.dtype).contiguous(), (largest + torch.log(total)).contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------------- quantisation

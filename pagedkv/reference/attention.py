@@ -136,7 +136,8 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b):
     out, lse = np.zeros(out_a.shape), np.full(lse_a.shape, -np.inf)
     for s in range(out.shape[0]):
         for h in range(out.shape[1]):
-            lse[s, h] = np.logaddexp(lse_a[s, h], lse_b[s, h])
+            with np.errstate(invalid="ignore"):
+                lse[s, h] = np.logaddexp(lse_a[s, h], lse_b[s, h])
             for part, part_lse in ((out_a[s, h], lse_a[s, h]), (out_b[s, h], lse_b[s, h])):
                 if part_lse != -np.inf:  # the empty state: whatever its out holds
                     out[s, h] += math.exp(part_lse - lse[s, h]) * part

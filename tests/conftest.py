@@ -1,0 +1,43 @@
+"""What computes the ops, as a fixture: each test that asks for `device` runs on every backend this machine has."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from pagedkv.ops import build, registry
+
+# The same examples on every run, so that a red build means a change; `HYPOTHESIS_PROFILE=explore` looks for new ones.
+_COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+hypothesis.settings.register_profile("repeatable", max_examples=40, derandomize=True, database=None, **_COMMON)
+hypothesis.settings.register_profile("explore", max_examples=2000, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+BACKENDS = ["cpu-c++", "cpu-pytorch", *(["cuda", "cuda-pytorch"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """The compiled kernels of each device, and the plain PyTorch that stands in where no compiler is found."""
+    device_type, _, kind = request.param.partition("-")
+    if kind == "pytorch":
+        with registry.plain_pytorch():
+            yield request.param
+        return
+    missing = build.missing_tool(device_type)
+    if missing or os.environ.get("PAGEDKV_BACKEND") == "pytorch":
+        pytest.skip(f"no compiled {device_type} kernels: {missing or 'PAGEDKV_BACKEND=pytorch'}")
+    yield request.param
+
+
+@pytest.fixture
+def device(backend):
+    return torch.device(backend.partition("-")[0])
+
+
+@pytest.fixture
+def plain_pytorch():
+    """For tests of what all backends share (validation, registration): no compiler needed."""
+    with registry.plain_pytorch():
+        yield
