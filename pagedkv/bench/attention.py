@@ -27,6 +27,8 @@ QUICK_SHAPES = ("2x128", "8x512")
 _MAX_REL_ERROR = {"float8_e4m3fn": 0.1}
 _CHECKED_SEQS = 2
 
+_BUDGET_S = {"cpu": 0.5, "cuda": 0.12}  # of timing, for each implementation, shape and mode
+
 
 def expected(inputs: PagedInputs, num_seqs: int) -> Tensor:
     """Attention of the first sequences of rotation 0 in plain float32, `[num_seqs, num_heads, head_dim]`."""
@@ -82,7 +84,7 @@ def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -
             roofs[mode] = "read bandwidth", read_gb_per_s(bandwidth, mode)
             continue
         moved = inputs.shape.kv_bytes("int8_block_head")
-        times = measure(calls[0], inputs.device, mode=mode, rotate=calls)
+        times = measure(device=inputs.device, mode=mode, rotate=calls, budget_s=0.4)
         rate = moved / times["p50_us"] / 1e3
         roofs[mode] = "paged gather", rate
         yield {"kind": "attention", "shape": inputs.shape.name, "implementation": "paged gather, no arithmetic", "ours": True,
@@ -99,7 +101,7 @@ def _implementation_rows(implementation: Implementation, inputs: PagedInputs, wa
         rel_error = _rel_error(calls[0]()[: len(want)], want)
         if not rel_error <= _MAX_REL_ERROR.get(implementation.kv_dtype, 0.01):
             raise AssertionError(f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}: relative error {rel_error:.3g}")
-        measured = [measure(calls[0], inputs.device, mode=mode, rotate=calls) for mode in modes]
+        measured = [measure(device=inputs.device, mode=mode, rotate=calls, budget_s=_BUDGET_S[inputs.device.type]) for mode in modes]
     except torch.cuda.OutOfMemoryError:
         yield row | {"status": "absent", "reason": "needs more memory than this device has"}
     except Absent as absent:

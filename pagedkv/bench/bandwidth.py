@@ -36,7 +36,7 @@ def bandwidth_rows(device: torch.device, modes: tuple[str, ...]) -> list[dict]:
     rows = []
     for mode in modes:
         for name, (call, moved) in calls.items():
-            times = measure(call, device, mode=mode)
+            times = measure(call, device, mode=mode, budget_s=0.4)
             rows.append({"kind": "bandwidth", "implementation": name, "status": "measured", "bytes": moved, **times,
                          "gb_per_s": moved / times["p50_us"] / 1e3})  # fmt: skip
     return rows

@@ -30,16 +30,26 @@ def max_error(got, want) -> float:
     return float(difference.max(initial=0.0))
 
 
-def tolerance(baseline, want, q_dtype: torch.dtype, out_dtype: torch.dtype) -> float:
-    """The contract's rule: twice PyTorch's own error in `q`'s dtype, plus a floor.
+def tolerance(yardstick, want, q_dtype: torch.dtype, out_dtype: torch.dtype) -> float:
+    """The contract's rule: twice PyTorch's own error in `q`'s dtype (`yardstick`), plus a floor.
 
     PyTorch's error counts as at least the rounding of the right answer to `out_dtype`, which no implementation avoids.
-    Where PyTorch itself is off by an infinity (it overflows in half), only that rounding is granted.
+    Where PyTorch itself overflows, only that rounding is granted.
     """
     want = as_float64(want)
     rounding = max_error(torch.from_numpy(want).to(out_dtype), want)
-    error = max_error(baseline, want)
+    error = max_error(yardstick, want)
     return 2 * max(rounding if math.isfinite(rounding) else 0.0, error if math.isfinite(error) else 0.0) + FLOOR[q_dtype]
+
+
+def worst(results: list, want, yardstick, q_dtype: torch.dtype) -> tuple[float, float]:
+    """`(max_error, tolerance)` of the worst sequence among `results`, each judged sequence by sequence (first dimension)."""
+    pairs = [
+        (max_error(result[s], want[s]), tolerance(yardstick[s], want[s], q_dtype, result.dtype))
+        for result in results
+        for s in range(len(want))
+    ]
+    return max(pairs, key=lambda pair: pair[0] / pair[1], default=(0.0, FLOOR[q_dtype]))
 
 
 def row(op: str, case: str, dtype: str, output: str, error: float, limit: float, **more) -> dict:

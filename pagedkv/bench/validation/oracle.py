@@ -1,7 +1,6 @@
-"""Decode attention in plain PyTorch at any precision.
+"""Decode attention in PyTorch float64, for cases that are too large for the plain loops of `pagedkv.reference`.
 
-In float64 it stands in for `pagedkv.reference` where that takes too long (the sweep checks the one against the other on
-every small case); in `q`'s dtype it is the computation whose error the contract's tolerance is made of.
+The sweep checks the one against the other on every small case.
 """
 
 from __future__ import annotations
@@ -38,6 +37,12 @@ class Problem:
         cache = (self.k_cache, self.v_cache) if self.k_scale is None else (self.k_cache, self.k_scale, self.v_cache, self.v_scale)
         return (self.q, *cache, self.block_tables, self.seq_lens, self.sm_scale)
 
+    def yardstick(self):
+        """`(out, lse, block_mass)` by PyTorch in `q`'s dtype, what the tolerance is made of."""
+        return reference.attention_like_pytorch(
+            self.q, self.k_cache, self.k_scale, self.v_cache, self.v_scale, self.block_tables, self.seq_lens, self.sm_scale, **self.options
+        )
+
     def run(self, **flags):
         """The op under test."""
         return getattr(pagedkv, self.op)(*self._arguments(), **self.options, **flags)
@@ -47,12 +52,12 @@ class Problem:
         return getattr(reference, self.op)(*self._arguments(), **self.options, return_lse=True, return_block_mass=True)
 
 
-def attention(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`(out, lse, block_mass)` computed in `dtype`, sequence by sequence."""
+def attention(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """`(out, lse, block_mass)` in float64, sequence by sequence, every hostile case included."""
     num_seqs, num_heads, head_dim = p.q.shape
     num_blocks, block_size, num_kv_heads, _ = p.k_cache.shape
     max_blocks = p.block_tables.shape[1]
-    options = {"dtype": dtype, "device": p.q.device}
+    options = {"dtype": torch.float64, "device": p.q.device}
     out = torch.zeros(num_seqs, num_heads, head_dim, **options)
     lse = torch.full((num_seqs, num_heads), -math.inf, **options)
     mass = torch.zeros(num_seqs, max_blocks, **options)
@@ -67,13 +72,13 @@ def attention(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             out[s], lse[s], mass[s] = math.nan, math.nan, math.nan
             continue
         tokens = slice(first - begin * block_size, length - begin * block_size)
-        k, v = (_decode(cache, scale, blocks, dtype)[tokens].transpose(0, 1)
+        k, v = (_decode(cache, scale, blocks)[tokens].transpose(0, 1)
                 for cache, scale in ((p.k_cache, p.k_scale), (p.v_cache, p.v_scale)))  # fmt: skip
-        q = p.q[s].to(dtype).reshape(num_kv_heads, -1, head_dim)
+        q = p.q[s].double().reshape(num_kv_heads, -1, head_dim)
         logits = (torch.matmul(q, k.transpose(1, 2)) * p.sm_scale).flatten(0, 1)
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        joined = logits if sinks is None else torch.cat([logits, sinks.to(dtype)[:, None]], 1)
+        joined = logits if sinks is None else torch.cat([logits, sinks.double()[:, None]], 1)
         lse[s] = joined.logsumexp(1)
         weights = joined.softmax(1)[:, : logits.shape[1]]
         out[s] = torch.matmul(weights.view(num_kv_heads, -1, logits.shape[1]), v).flatten(0, 1)
@@ -84,10 +89,10 @@ def attention(p: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, mass
 
 
-def _decode(cache: Tensor, scale: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+def _decode(cache: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
     """The tokens of `blocks` as `[tokens, num_kv_heads, head_dim]`."""
-    values = cache[blocks].to(dtype)
+    values = cache[blocks].double()
     if scale is not None:
-        scale = scale[blocks].to(dtype)
+        scale = scale[blocks].double()
         values = values * (scale[:, None, :, None] if scale.dim() == 2 else scale[..., None])
     return values.flatten(0, 1)

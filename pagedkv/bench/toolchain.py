@@ -1,0 +1,179 @@
+"""Compile what this machine can compile, and say what came out: seconds, flags, registers, spills.
+
+Two things: the library itself, through `cpp_extension` as a user gets it; and, where nvcc exists, every CUDA file for
+every architecture that the project supports, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+import pagedkv
+from pagedkv.evidence.record import write_text
+from pagedkv.ops import build
+
+ARCHS = ("75", "80", "86", "89", "90", "100", "120")
+QUICK_ARCHS = ("75", "90")
+_STANDARD = "-std=c++17"
+_BYTES_PER_JOB = 3 << 30  # one nvcc over heavy templates
+_TIMEOUT_S = 1200
+
+
+def nvcc() -> Path | None:
+    """The CUDA compiler, or None. torch need not be a CUDA build."""
+    homes = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes if home] + [Path(found) for found in [shutil.which("nvcc")] if found]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def compiler_rows() -> Iterator[dict]:
+    """`kind` "compiler": the version line of each tool, or its absence."""
+    tools = {"C++": cpp_extension.get_cxx_compiler(), "CUDA": str(nvcc() or "nvcc"), "ninja": "ninja"}
+    for tool, command in tools.items():
+        row = {"kind": "compiler", "tool": tool}
+        with build._ninja_on_path():
+            if shutil.which(command) is None:
+                yield row | {"status": "absent", "reason": f"{Path(command).name} was not found"}
+                continue
+            lines = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()
+        version = next((line for line in lines if "release" in line), lines[0])
+        yield row | {"status": "measured", "version": version}
+
+
+def library_row(device: torch.device) -> dict:
+    """Compile (unless cached) and load the kernels of one device type through `cpp_extension`.
+
+    `kind` "library", `backend`, `seconds` that the compilation took, `cached` (whether an earlier run paid them), `flags`.
+    `status` "absent" with a `reason` where a tool is missing. Raises `RuntimeError` where compilation fails.
+    """
+    row = {"kind": "library", "backend": device.type}
+    missing = build.missing_tool(device.type)
+    if missing:
+        return row | {"status": "absent", "reason": missing}
+    started = time.time()
+    directory = build.load(device.type)
+    finished = directory / "finished"
+    flags = [flag for group in build.flags(device.type).values() for flag in group]
+    return row | {"status": "measured", "seconds": float(finished.read_text()), "cached": finished.stat().st_mtime < started,
+                  "flags": " ".join(flags), "built": pagedkv.backend(device)}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ CUDA files
+
+
+def cuda_rows(quick: bool = False) -> Iterator[dict]:
+    """Compile every `kernels/cuda/*.cu` for every architecture, several at a time as memory allows.
+
+    Yields, for each (file, arch), a row of `kind` "compilation" (`seconds`, `ok`, `errors`, `cached`) and one of `kind`
+    "kernel" for each kernel in it: `kernel`, `registers`, `spill_stores_bytes`, `spill_loads_bytes`, `stack_bytes`,
+    `shared_bytes` (static). A result is cached by the hash of what it depends on. Without nvcc: one row, `status` "absent".
+    """
+    compiler = nvcc()
+    if compiler is None:
+        yield {"kind": "compilation", "status": "absent", "reason": "no nvcc was found (CUDA toolkit, https://developer.nvidia.com/cuda-downloads)"}
+        return
+    files = sorted((build.KERNELS / "cuda").glob("*.cu"))
+    headers = [p for p in build.tracked_files("cuda") if p.suffix in (".h", ".cuh")]
+    version = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, check=True).stdout
+    common = hashlib.sha256(version.encode())
+    for header in headers:
+        common.update(header.relative_to(build.KERNELS).as_posix().encode() + header.read_bytes())
+    archs = QUICK_ARCHS if quick else ARCHS
+    with ThreadPoolExecutor(_jobs()) as pool:
+        # The first architecture of each file also compiles its host half.
+        jobs = {pool.submit(_compile, compiler, path, arch, arch == archs[0], common.hexdigest()): (path, arch) for arch in archs for path in files}
+        for job in as_completed(jobs):
+            path, arch = jobs[job]
+            result = job.result()
+            row = {"file": path.relative_to(build.KERNELS).as_posix(), "arch": f"sm_{arch}", "status": "measured"}
+            yield {"kind": "compilation", **row, **{k: result[k] for k in ("seconds", "ok", "errors", "flags", "cached")}}
+            for kernel in result["kernels"]:
+                yield {"kind": "kernel", **row, **kernel}
+
+
+def _jobs() -> int:
+    """MAX_JOBS where set, else as many as cores and free memory allow."""
+    asked = os.environ.get("MAX_JOBS")
+    if asked:
+        return max(1, int(asked))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory // _BYTES_PER_JOB))
+
+
+def _compile(compiler: Path, source: Path, arch: str, host_too: bool, common: str) -> dict:
+    output = ["-c", "-o", os.devnull] if host_too else ["-cubin", "-o", os.devnull]
+    flags = [_STANDARD, "-O3", "-Xptxas", "-v", "-lineinfo", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    key = hashlib.sha256("\0".join([common, source.name, *flags, *output]).encode() + source.read_bytes()).hexdigest()[:24]
+    cached = build.cache_dir() / "ptxas" / f"{key}.json"
+    if cached.exists():
+        return {**json.loads(cached.read_text()), "cached": True}
+    command = [str(compiler), *flags, f"-I{build.KERNELS}", *output, str(source)]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    result = {
+        "seconds": round(time.monotonic() - started, 1),
+        "ok": done.returncode == 0,
+        "errors": None if done.returncode == 0 else (done.stderr + done.stdout).strip()[-1500:],
+        "flags": " ".join(flags),
+        "kernels": parse_ptxas(done.stderr + done.stdout),
+    }
+    if result["ok"]:
+        write_text(cached, json.dumps(result))
+    return {**result, "cached": False}
+
+
+_PATTERNS = {
+    "entry": re.compile(r"Compiling entry function '(\S+)' for '(\S+)'"),
+    "properties": re.compile(r"Function properties for (\S+)"),
+    "stack": re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"),
+    "registers": re.compile(r"Used (\d+) registers"),
+    "shared": re.compile(r"(\d+) bytes smem"),
+}
+
+
+def parse_ptxas(text: str) -> list[dict]:
+    """What `ptxas -v` says of each kernel (entry function); device functions that it also lists are left out."""
+    kernels, current, described = [], None, None
+    for line in text.splitlines():
+        if found := _PATTERNS["entry"].search(line):
+            current = {"kernel": found[1], "registers": None, "stack_bytes": 0, "spill_stores_bytes": 0, "spill_loads_bytes": 0, "shared_bytes": 0}
+            kernels.append(current)
+        elif found := _PATTERNS["properties"].search(line):
+            described = found[1]
+        elif current is None:
+            continue
+        elif found := _PATTERNS["stack"].search(line):
+            if described == current["kernel"]:
+                current["stack_bytes"], current["spill_stores_bytes"], current["spill_loads_bytes"] = map(int, found.groups())
+        elif found := _PATTERNS["registers"].search(line):
+            current["registers"] = int(found[1])
+            shared = _PATTERNS["shared"].search(line)
+            current["shared_bytes"] = int(shared[1]) if shared else 0
+    names = _demangle([k["kernel"] for k in kernels])
+    return [{**kernel, "kernel": name} for kernel, name in zip(kernels, names)]
+
+
+def _demangle(names: list[str]) -> list[str]:
+    """Readable names where c++filt is found (binutils), without parameters; mangled ones where not."""
+    if not names or shutil.which("c++filt") is None:
+        return names
+    done = subprocess.run(["c++filt", "--no-params"], input="\n".join(names), capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    return lines if done.returncode == 0 and len(lines) == len(names) else names
+
+
+def failures(rows: list[dict]) -> list[str]:
+    """One text for each compilation that failed."""
+    return [f"{r['file']} for {r['arch']}:\n{r['errors']}" for r in rows if r["kind"] == "compilation" and r.get("ok") is False]

@@ -1,0 +1,202 @@
+"""The int8 encoding and the quantising cache write against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import pagedkv
+from pagedkv import reference
+from pagedkv.bench.validation.judge import as_float64, max_error, row
+
+_GRANULARITIES = ("block_head", "token_head")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ULP = 2.0**-23
+_TINY = 2.0**-149  # the smallest float32
+
+
+def rows(device: torch.device, quick: bool) -> Iterator[dict]:
+    yield from _quantize(device, quick)
+    yield from _dequantize(device)
+    yield from _write(device, quick)
+
+
+def _wide(scale: np.ndarray, rank: int) -> np.ndarray:
+    """Scales broadcast against [num_blocks, block_size, num_kv_heads, head_dim]."""
+    return scale[:, None, :, None] if rank == 2 else scale[..., None]
+
+
+def _kv(size=(6, 16, 3, 64), seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def _with_bad_values(kv: Tensor) -> Tensor:
+    kv[1, 3, 1, 5], kv[2, 0, 0, 0], kv[4, 15, 2, 63] = math.nan, math.inf, -math.inf
+    return kv
+
+
+def _encodings(quick: bool) -> dict[str, tuple[Callable[[], Tensor], tuple[torch.dtype, ...]]]:
+    """Name: (values in float32, dtypes that can hold them)."""
+    wide = (torch.float32, torch.bfloat16)
+    cases = {
+        "Gaussian": (_kv, _DTYPES),
+        "all zero": (lambda: torch.zeros(3, 16, 2, 64), _DTYPES),
+        "some groups zero": (lambda: _kv() * (torch.arange(6) % 2)[:, None, None, None], _DTYPES),
+        "NaN and inf in some groups": (lambda: _with_bad_values(_kv()), _DTYPES),
+        "ties between levels": (lambda: (torch.arange(-254, 255) / 2)[:504].reshape(1, 3, 3, 56).clamp(max=127), _DTYPES),
+        "tiny": (lambda: _kv() * 1e-30, wide),
+        "subnormal": (lambda: _kv() * 1e-40, wide),
+        "the smallest numbers": (lambda: torch.full((2, 4, 2, 8), _TINY) * torch.arange(8), (torch.float32,)),
+        "huge": (lambda: _kv() * 5e37, wide),
+        "one outlier": (lambda: torch.where(torch.arange(64) == 7, 1e4, _kv()), _DTYPES),
+        **{f"block_size {b}": (lambda b=b: _kv((4, b, 2, 64)), _DTYPES) for b in (1, 5, 12, 48, 256)},
+        **{f"head_dim {d}": (lambda d=d: _kv((4, 16, 2, d)), _DTYPES) for d in (8, 80, 96, 112, 128, 256)},
+        "no blocks": (lambda: torch.zeros(0, 16, 2, 64), _DTYPES),
+    }
+    if quick:
+        keep = ("Gaussian", "NaN and inf in some groups", "ties between levels", "subnormal", "block_size 5")
+        cases = {name: case for name, case in cases.items() if name in keep}
+    return cases
+
+
+def _quantize(device: torch.device, quick: bool) -> Iterator[dict]:
+    for case, (make, dtypes) in _encodings(quick).items():
+        for dtype in dtypes:
+            for granularity in _GRANULARITIES:
+                for layout in ("contiguous", "strided"):
+                    kv = make().to(dtype).to(device)
+                    if layout == "strided":
+                        kv = torch.stack([kv, kv], 1)[:, 1]
+                    yield from _judge_encoding(kv, granularity, f"{case}, {layout}")
+
+
+def _judge_encoding(kv: Tensor, granularity: str, case: str) -> Iterator[dict]:
+    label = f"{str(kv.dtype).removeprefix('torch.')}, {granularity}"
+    q, scale = (x.cpu().numpy() for x in pagedkv.quantize_kv(kv, granularity))
+    want_q, want_scale = reference.quantize_kv(kv, granularity)
+    # One float32 rounding of max|x| / 127; NaN where the group holds NaN or inf, and only there.
+    relative = max_error(scale, want_scale) if scale.size == 0 else _relative(scale, want_scale)
+    yield row("quantize_kv", case, label, "scale, relative", relative, _ULP, judge="pagedkv.reference")
+    x = as_float64(kv)
+    wide = _wide(as_float64(scale), scale.ndim)
+    finite = np.isfinite(wide) & np.isfinite(x)
+    step = np.where(finite, wide, 1)
+    error = np.where(finite, np.abs(np.where(finite, x, 0) - q * step), 0)
+    # |x - dq| <= scale / 2 and one rounding of x: here in units of the scale, whose rounding moves level 127 by 127 ulp.
+    slack = (np.abs(np.where(finite, x, 0)) * 2 * _ULP + _TINY) / step
+    worst = float((error / step - slack).max(initial=0.0))
+    yield row("quantize_kv", case, label, "|x - dq| / scale", worst, 0.5, judge="the contract's bound")
+    # Division in float32 may fall on the other side of a tie that float64 sees; never further than one level.
+    levels = float(np.abs(q.astype(int) - want_q.astype(int)).max(initial=0))
+    differ = float((q != want_q).mean()) if q.size else 0.0
+    yield row("quantize_kv", case, label, "levels", levels, 1.0, judge="pagedkv.reference", share_that_differs=differ)
+
+
+def _relative(got: np.ndarray, want: np.ndarray) -> float:
+    """max_error in units of `want`; equal NaN count as equal, and a difference of one subnormal as none."""
+    if not np.array_equal(np.isnan(got), np.isnan(want)):
+        return math.inf
+    got, want = np.nan_to_num(got.astype(np.float64), nan=1.0), np.nan_to_num(want.astype(np.float64), nan=1.0)
+    return float((np.maximum(np.abs(got - want) - _TINY, 0) / want).max(initial=0.0))
+
+
+def _dequantize(device: torch.device) -> Iterator[dict]:
+    generator = torch.Generator().manual_seed(0)
+    for size in ((6, 16, 3, 64), (4, 5, 1, 8), (2, 256, 2, 256), (0, 16, 2, 64)):
+        for groups, name in ((size[::2], "block_head"), (size[:3], "token_head")):
+            q = torch.randint(-127, 128, size, dtype=torch.int8, generator=generator).to(device)
+            scale = torch.rand(groups, generator=generator).to(device)
+            # One float32 product: bitwise.
+            want = reference.dequantize_kv(q, scale).astype(np.float32)
+            yield row("dequantize_kv", f"shape {list(size)}", name, "kv", max_error(pagedkv.dequantize_kv(q, scale), want), 0.0,
+                      judge="pagedkv.reference")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- cache write
+
+
+def _write(device: torch.device, quick: bool) -> Iterator[dict]:
+    for dtype in (torch.float16,) if quick else _DTYPES:
+        for granularity in _GRANULARITIES:
+            for block_size in (16,) if quick else (1, 5, 16, 256):
+                yield from _token_by_token(device, dtype, granularity, block_size)
+            yield from _scattered(device, dtype, granularity)
+
+
+class _Written:
+    """A cache under test beside the reference's, and what was written to it."""
+
+    def __init__(self, device: torch.device, granularity: str, size: tuple[int, int, int, int]):
+        groups = size[::2] if granularity == "block_head" else size[:3]
+        generator = torch.Generator().manual_seed(1)
+        # What an earlier owner left in the blocks: it must not matter once they start afresh.
+        self.cache = [x.to(device) for _ in range(2) for x in
+                      (torch.randint(-127, 128, size, dtype=torch.int8, generator=generator), torch.rand(groups, generator=generator) * 9)]  # fmt: skip
+        self.want = [x.cpu().numpy() for x in self.cache]
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        pagedkv.reshape_and_cache(key, value, *self.cache, slots)
+        self.want = list(reference.reshape_and_cache(key, value, *self.want, slots))
+
+    def rows(self, case: str, label: str) -> Iterator[dict]:
+        for name, q, scale in (("key", 0, 1), ("value", 2, 3)):
+            got_q, got_scale = self.cache[q].cpu().numpy(), self.cache[scale].cpu().numpy()
+            yield row("reshape_and_cache", case, label, f"{name} scale, relative", _relative(got_scale, self.want[scale]), _ULP,
+                      judge="pagedkv.reference")  # fmt: skip
+            levels = float(np.abs(got_q.astype(int) - self.want[q].astype(int)).max(initial=0))
+            yield row("reshape_and_cache", case, label, f"{name} levels", levels, 1.0, judge="pagedkv.reference")
+
+
+def _token_by_token(device: torch.device, dtype: torch.dtype, granularity: str, block_size: int) -> Iterator[dict]:
+    """Decode steps that fill blocks while the values grow, so that a block-head scale is raised again and again.
+
+    The error of a token is half a scale from its own rounding and at most half of each scale that it was re-quantised to.
+    """
+    steps, label = min(2 * block_size, 40) + 1, f"{str(dtype).removeprefix('torch.')}, {granularity}, block_size {block_size}"
+    written = _Written(device, granularity, (-(-steps // block_size) + 1, block_size, 2, 64))
+    tokens = _kv((steps, 2, 2, 64), seed=2) * torch.linspace(0.1, 3, steps)[:, None, None, None]
+    tokens = tokens.to(dtype).to(device)
+    allowed = np.zeros((steps, 2))
+    for i, token in enumerate(tokens):
+        before = [written.cache[j].cpu().numpy().copy() for j in (1, 3)]
+        written.write(token[None, 0], token[None, 1], torch.tensor([i], device=device))
+        for half, j in enumerate((1, 3)):
+            scale = written.cache[j].cpu().numpy()
+            block = i // block_size
+            raised = granularity == "block_head" and i % block_size != 0 and not np.array_equal(scale[block], before[half][block])
+            if raised:
+                allowed[block * block_size : i, half] += scale[block].max() / 2
+            allowed[i, half] = (scale[block] if granularity == "block_head" else scale[block, i % block_size]).max() / 2
+    case = "token by token, values that grow"
+    for half, (q, scale) in enumerate(((0, 1), (2, 3))):
+        decoded = as_float64(pagedkv.dequantize_kv(written.cache[q], written.cache[scale])).reshape(-1, 2, 64)[:steps]
+        error = np.abs(decoded - as_float64(tokens[:, half])).max(axis=(1, 2))
+        worst = float((error / (allowed[:, half] * (1 + 256 * _ULP))).max())
+        yield row("reshape_and_cache", case, label, f"{('key', 'value')[half]} error / roundings allowed", worst, 1.0, judge="the contract's bound")
+    yield from written.rows(case, label)
+
+
+def _scattered(device: torch.device, dtype: torch.dtype, granularity: str) -> Iterator[dict]:
+    """A prefill into scattered slots, then a second one into the same blocks; skipped tokens; K and V in one tensor."""
+    label = f"{str(dtype).removeprefix('torch.')}, {granularity}"
+    written = _Written(device, granularity, (9, 16, 3, 80))
+    both = torch.stack([written.cache[0], written.cache[2]], 1)
+    written.cache[0], written.cache[2] = both[:, 0], both[:, 1]
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(9, generator=generator)
+    first = (order[:6, None] * 16 + torch.arange(10)).flatten()  # ten tokens of each of six blocks
+    second = (order[:3, None] * 16 + torch.arange(10, 16)).flatten()
+    for turn, slots in enumerate((first, second)):
+        slots = slots[torch.randperm(len(slots), generator=generator)]
+        slots = torch.cat([slots, torch.tensor([-1, -7, 9 * 16, 2**40])]).to(device)  # skipped
+        key, value = (((turn + 1) * _kv((len(slots), 3, 80), seed=turn * 2 + i)).to(dtype).to(device) for i in range(2))
+        written.write(key, value, slots)
+    yield from written.rows("scattered slots, twice, with tokens to skip", label)
+    bad_key, bad_value = (_kv((2, 3, 80), seed=9 + i).to(dtype).to(device) for i in range(2))
+    bad_key[0, 1, 3] = math.nan
+    written.write(bad_key, bad_value, torch.tensor([int(order[7]) * 16, int(order[8]) * 16], device=device))
+    yield from written.rows("a NaN spoils its own group only", label)
