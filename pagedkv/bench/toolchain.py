@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -27,7 +28,6 @@ from pagedkv.ops import build
 ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 QUICK_ARCHS = ("75", "90")
 _STANDARD = "-std=c++17"
-_BYTES_PER_JOB = 3 << 30  # one nvcc over heavy templates
 _TIMEOUT_S = 1200
 
 
@@ -43,11 +43,11 @@ def compiler_rows() -> Iterator[dict]:
     tools = {"C++": cpp_extension.get_cxx_compiler(), "CUDA": str(nvcc() or "nvcc"), "ninja": "ninja"}
     for tool, command in tools.items():
         row = {"kind": "compiler", "tool": tool}
-        with build._ninja_on_path():
-            if shutil.which(command) is None:
-                yield row | {"status": "absent", "reason": f"{Path(command).name} was not found"}
-                continue
-            lines = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()
+        found = shutil.which(command) or shutil.which(command, path=Path(sys.executable).parent)  # the ninja wheel's place
+        if found is None:
+            yield row | {"status": "absent", "reason": f"{Path(command).name} was not found"}
+            continue
+        lines = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.strip().splitlines()
         version = next((line for line in lines if "release" in line), lines[0])
         yield row | {"status": "measured", "version": version}
 
@@ -62,11 +62,10 @@ def library_row(device: torch.device) -> dict:
     missing = build.missing_tool(device.type)
     if missing:
         return row | {"status": "absent", "reason": missing}
-    started = time.time()
+    cached = (build.cache_dir() / f"{device.type}-{build.key(device.type)}").exists()
     directory = build.load(device.type)
-    finished = directory / "finished"
     flags = [flag for group in build.flags(device.type).values() for flag in group]
-    return row | {"status": "measured", "seconds": float(finished.read_text()), "cached": finished.stat().st_mtime < started,
+    return row | {"status": "measured", "seconds": float((directory / "seconds").read_text()), "cached": cached,
                   "flags": " ".join(flags), "built": pagedkv.backend(device)}  # fmt: skip
 
 
@@ -74,7 +73,7 @@ def library_row(device: torch.device) -> dict:
 
 
 def cuda_rows(quick: bool = False) -> Iterator[dict]:
-    """Compile every `kernels/cuda/*.cu` for every architecture, several at a time as memory allows.
+    """Compile every `kernels/cuda/*.cu` for every architecture, `build.max_jobs()` at a time.
 
     Yields, for each (file, arch), a row of `kind` "compilation" (`seconds`, `ok`, `errors`, `cached`) and one of `kind`
     "kernel" for each kernel in it: `kernel`, `registers`, `spill_stores_bytes`, `spill_loads_bytes`, `stack_bytes`,
@@ -91,7 +90,7 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
     for header in headers:
         common.update(header.relative_to(build.KERNELS).as_posix().encode() + header.read_bytes())
     archs = QUICK_ARCHS if quick else ARCHS
-    with ThreadPoolExecutor(_jobs()) as pool:
+    with ThreadPoolExecutor(build.max_jobs()) as pool:
         # The first architecture of each file also compiles its host half.
         jobs = {pool.submit(_compile, compiler, path, arch, arch == archs[0], common.hexdigest()): (path, arch) for arch in archs for path in files}
         for job in as_completed(jobs):
@@ -103,15 +102,6 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
                 yield {"kind": "kernel", **row, **kernel}
 
 
-def _jobs() -> int:
-    """MAX_JOBS where set, else as many as cores and free memory allow."""
-    asked = os.environ.get("MAX_JOBS")
-    if asked:
-        return max(1, int(asked))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(os.cpu_count() or 1, memory // _BYTES_PER_JOB))
-
-
 def _compile(compiler: Path, source: Path, arch: str, host_too: bool, common: str) -> dict:
     output = ["-c", "-o", os.devnull] if host_too else ["-cubin", "-o", os.devnull]
     flags = [_STANDARD, "-O3", "-Xptxas", "-v", "-lineinfo", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
@@ -119,7 +109,7 @@ def _compile(compiler: Path, source: Path, arch: str, host_too: bool, common: st
     cached = build.cache_dir() / "ptxas" / f"{key}.json"
     if cached.exists():
         return {**json.loads(cached.read_text()), "cached": True}
-    command = [str(compiler), *flags, f"-I{build.KERNELS}", *output, str(source)]
+    command = [str(compiler), *flags, *(f"-I{p}" for p in build.include_paths("cuda")), *output, str(source)]
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     result = {

@@ -45,6 +45,11 @@ def tracked_files(backend: str) -> list[Path]:
     return sorted(p for p in (*KERNELS.glob("*.*"), *(KERNELS / backend).rglob("*")) if p.suffix in {".h", ".cpp", ".cu", ".cuh"})
 
 
+def include_paths(backend: str) -> list[Path]:
+    """Where `#include "..."` is looked for."""
+    return [KERNELS, KERNELS / backend]
+
+
 def cache_dir() -> Path:
     root = os.environ.get("PAGEDKV_CACHE_DIR")
     if root:
@@ -137,7 +142,7 @@ def _compile(backend: str, name: str, directory: Path) -> None:
         cpp_extension.load(
             name=name,
             sources=[str(p) for p in sources(backend)],
-            extra_include_paths=[str(KERNELS)],
+            extra_include_paths=[str(p) for p in include_paths(backend)],
             build_directory=str(building),
             with_cuda=backend == "cuda",
             is_python_module=False,
@@ -160,13 +165,20 @@ def _ninja_on_path():
         os.environ["PATH"] = before
 
 
+def max_jobs() -> int:
+    """How many compilers may run at once: $MAX_JOBS where set, else as many as there are cores and memory allows."""
+    if "MAX_JOBS" in os.environ:
+        return max(1, int(os.environ["MAX_JOBS"]))
+    return max(1, min(len(os.sched_getaffinity(0)), _available_memory() // _BYTES_PER_JOB))
+
+
 @contextlib.contextmanager
 def _bounded_jobs():
-    """At most as many compilers at once as memory allows, unless the user set MAX_JOBS."""
+    """`max_jobs`, told to ninja."""
     if "MAX_JOBS" in os.environ:
         yield
         return
-    os.environ["MAX_JOBS"] = str(max(1, min(len(os.sched_getaffinity(0)), _available_memory() // _BYTES_PER_JOB)))
+    os.environ["MAX_JOBS"] = str(max_jobs())
     try:
         yield
     finally:
