@@ -185,7 +185,7 @@ def _validator(root: str):
     return jsonschema.Draft202012Validator(json.loads((Path(root) / "workflow" / "schemas" / "claim.json").read_text(encoding="utf-8")))
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """YAML that refuses a key given twice: the second would silently replace the first."""
 
     def construct_mapping(self, node, deep=False):

@@ -30,10 +30,8 @@ _SILENT = (
 )
 _WORD = re.compile(r"[^\s()\[\]{}|,;:=/\"'*~<>!?&^]+")
 _NUMBER = re.compile(r"[^\w]*_*[0-9]")
-_QUANTITY = re.compile(
-    r"\s*[~≈<>≤≥±+-]*\s*[0-9][0-9.,]*\s*(?:%|x|×|times|[nuµm]?s|seconds?|minutes?|h|[KMGT]i?B(?:/s)?|bytes|bits?|tokens?(?:/s)?|tok/s|T?FLOP/?s|blocks?)\s*",
-    re.IGNORECASE,
-)
+_UNIT = r"(?:%|x|×|times|[nuµm]?s|seconds?|minutes?|h|[KMGT]i?B(?:/s)?|bytes|bits?|tokens?(?:/s)?|tok/s|T?FLOP/?s|blocks?)"
+_QUANTITY = re.compile(rf"\s*[~≈<>≤≥±+-]*\s*[0-9][0-9.,]*\s*{_UNIT}\s*", re.IGNORECASE)
 
 
 def check(document: str, text_of: Callable[[str], str]) -> Iterator[tuple[int, str]]:
