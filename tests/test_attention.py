@@ -201,19 +201,17 @@ def test_check_mode_raises_instead(device, monkeypatch):
 @pytest.mark.parametrize("cache", ["block_head", "token_head"])
 def test_offsets_past_two_gigabytes_and_block_ids_past_65535(device, cache):
     """Block 66,000 of 32 KiB starts past 2**31 bytes. Only the pages of two blocks are ever touched."""
-    num_blocks, block_size, kv_heads, head_dim = 66_002, 16, 8, 256
-    case = decode(device, lengths=(20,), cache=cache, heads=8, kv_heads=kv_heads, head_dim=head_dim)
-    for name in ("k", "v"):
-        cache, scale = getattr(case, f"{name}_cache"), getattr(case, f"{name}_scale")
-        pool = torch.empty((num_blocks, block_size, kv_heads, head_dim), dtype=torch.int8, device=device)
-        scales = torch.empty((num_blocks, *scale.shape[1:]), device=device)
-        for i, far in enumerate((66_000, 65_537)):
-            pool[far], scales[far] = cache[case.block_tables[0, i]], scale[case.block_tables[0, i]]
-        setattr(case, f"{name}_cache", pool)
-        setattr(case, f"{name}_scale", scales)
-    expected = decode(device, lengths=(20,), cache="block_head" if scale.dim() == 2 else "token_head", heads=8, kv_heads=8, head_dim=256).run()
-    case.block_tables[0, :2] = torch.tensor([66_000, 65_537])
-    torch.testing.assert_close(case.run(), expected)
+    near = decode(device, lengths=(20,), cache=cache, heads=8, kv_heads=8, head_dim=256)
+    far_ids = (66_000, 65_537)
+    pools = []
+    for near_pool in (near.k_cache, near.k_scale, near.v_cache, near.v_scale):
+        pool = torch.empty((66_002, *near_pool.shape[1:]), dtype=near_pool.dtype, device=device)
+        for far_id, near_id in zip(far_ids, near.block_tables[0].tolist(), strict=False):
+            pool[far_id] = near_pool[near_id]
+        pools.append(pool)
+    far_tables = torch.tensor([far_ids], dtype=torch.int32, device=device)
+    out = pagedkv.quant_paged_attention(near.q, *pools, far_tables, near.seq_lens, near.sm_scale)
+    torch.testing.assert_close(out, near.run())
 
 
 # ------------------------------------------------------------------------------------------------------------- the other results

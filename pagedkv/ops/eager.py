@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
+_LARGEST_SCALE = float.fromhex("0x1.020406p121")  # times 127 it is still finite in float32; the next float is not
 _GATHERED_ELEMENTS = 1 << 25  # attention gathers K and V of so many sequences at once that they fit this (128 MiB as float32)
 
 # ------------------------------------------------------------------------------------------------------------------ attention
@@ -144,7 +145,7 @@ def _max_abs(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _scale_of(max_abs: Tensor) -> Tensor:
     """`max_abs / 127`, NaN for inf. Rounded up where it is subnormal: there rounding down could lose most of a step."""
-    scale = max_abs / 127
+    scale = (max_abs / 127).clamp(max=_LARGEST_SCALE)
     scale = torch.where((scale < _FLOAT32_MIN_NORMAL) & (scale * 127 < max_abs), torch.nextafter(scale, max_abs), scale)
     return torch.where(max_abs == math.inf, math.nan, scale)
 

@@ -12,8 +12,8 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Te
     """Encode KV blocks as int8 with one float32 scale per group: `kv ~ q * scale`.
 
     Symmetric: `scale = max|x| / 127` over a group, `q = round(x / scale)` half to even, in -127..127. An all-zero group
-    has scale 1. A scale that would be subnormal is rounded up, so that every finite group, however small or large, keeps
-    `|x - q * scale| <= scale / 2` up to one float32 rounding. A group that holds NaN or inf gets scale NaN and q 0, and
+    has scale 1. A scale that would be subnormal is rounded up, and one whose product with 127 would overflow is rounded
+    down, so that every finite group keeps `|x - q * scale| <= scale / 2` up to one float32 rounding. A group that holds NaN or inf gets scale NaN and q 0, and
     touches no other.
 
     Args:

@@ -37,13 +37,18 @@ def dequantize_kv(q, scale):
 
 
 def scale_of(group) -> np.float32:
-    """`max|x| / 127` of a group, NaN if a value is not finite, 0 if all are zero; a subnormal scale is rounded up."""
+    """`max|x| / 127` of a group, NaN if a value is not finite, 0 if all are zero; a subnormal scale is rounded up.
+
+    The largest floats are the other end: there the scale is rounded down, so that 127 times it does not overflow float32.
+    """
     if not np.all(np.isfinite(group)):
         return np.float32(np.nan)
     exact_scale = np.max(np.abs(group), initial=0.0) / 127
     scale = np.float32(exact_scale)
     if scale < np.finfo(np.float32).tiny and scale < exact_scale:
         scale = np.nextafter(scale, np.float32(np.inf))
+    if 127 * np.float64(scale) > np.finfo(np.float32).max:
+        scale = np.nextafter(scale, np.float32(0))
     return scale
 
 
