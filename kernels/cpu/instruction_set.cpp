@@ -1,0 +1,13 @@
+#include "simd.h"
+
+namespace pagedkv {
+
+const char* instruction_set() {
+#if defined(PAGEDKV_AVX2)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+}  // namespace pagedkv
