@@ -34,7 +34,7 @@ def expected(inputs: PagedInputs, num_seqs: int) -> Tensor:
     """Attention of the first sequences of rotation 0 in plain float32, `[num_seqs, num_heads, head_dim]`."""
     s, (k_pool, k_scale, v_pool, v_scale) = inputs.shape, inputs.cache("int8_block_head")
     outputs = []
-    for q, table, n in zip(inputs.queries[0][:num_seqs].float(), inputs.block_tables[0].long(), s.seq_lens):
+    for q, table, n in zip(inputs.queries[0][:num_seqs].float(), inputs.block_tables[0].long(), s.seq_lens, strict=False):
         blocks = table[: -(-n // s.block_size)]
         k, v = (
             (pool[blocks].float() * scale[blocks][:, None, :, None]).flatten(0, 1)[:n].transpose(0, 1)
@@ -100,7 +100,8 @@ def _implementation_rows(implementation: Implementation, inputs: PagedInputs, wa
         calls = implementation.prepare(inputs, implementation.kv_dtype)
         rel_error = _rel_error(calls[0]()[: len(want)], want)
         if not rel_error <= _MAX_REL_ERROR.get(implementation.kv_dtype, 0.01):
-            raise AssertionError(f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}: relative error {rel_error:.3g}")
+            what = f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}"
+            raise AssertionError(f"{what}: relative error {rel_error:.3g} against float32")
         measured = [measure(device=inputs.device, mode=mode, rotate=calls, budget_s=_BUDGET_S[inputs.device.type]) for mode in modes]
     except torch.cuda.OutOfMemoryError:
         yield row | {"status": "absent", "reason": "needs more memory than this device has"}

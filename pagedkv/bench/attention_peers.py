@@ -46,7 +46,7 @@ def _pagedkv(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
     def call(q: Tensor, table: Tensor) -> Call:
         return lambda: op(q, *cache, table, inputs.seq_lens, inputs.sm_scale)
 
-    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------- PyTorch
@@ -73,7 +73,7 @@ def _gather_expand_sdpa(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
             q, gather(k_cache, table), gather(v_cache, table), attn_mask=mask, scale=inputs.sm_scale
         ).squeeze(2)
 
-    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
 
 
 def _dense_sdpa(*backends: SDPBackend):
@@ -134,7 +134,7 @@ def _flashinfer(tensor_cores: bool):
             )
             return lambda: wrapper.run(q, cache)
 
-        return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables)]
+        return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
 
     return prepare
 

@@ -145,8 +145,16 @@ IMPLEMENTATIONS = (
     Implementation("pagedkv, selection alone", _select_only(pagedkv.select_eviction_candidates), "select", ours=True),
     Implementation("NumPy, argsort", _on_host(_numpy_argsort), scores=numpy_scores, host=True),
     Implementation("NumPy, argpartition", _on_host(_numpy_argpartition), scores=numpy_scores, host=True),
-    Implementation("NumPy, argsort, with device-to-host copy", _transferred(_numpy_argsort), scores=numpy_scores, host=True, devices=("cuda",)),
-    Implementation("NumPy, argpartition, with device-to-host copy", _transferred(_numpy_argpartition), scores=numpy_scores, host=True, devices=("cuda",)),
+    Implementation(
+        "NumPy, argsort, with device-to-host copy", _transferred(_numpy_argsort), scores=numpy_scores, host=True, devices=("cuda",)
+    ),
+    Implementation(
+        "NumPy, argpartition, with device-to-host copy",
+        _transferred(_numpy_argpartition),
+        scores=numpy_scores,
+        host=True,
+        devices=("cuda",),
+    ),
     Implementation("torch eager, topk", lambda s, k: lambda: _topk(torch_scores(*s), k), scores=torch_scores),
     Implementation("torch eager, stable sort", lambda s, k: lambda: _stable_sort(torch_scores(*s), k), scores=torch_scores),
     Implementation("torch.compile, topk", _compiled, scores=_compiled_scores),
@@ -160,7 +168,12 @@ IMPLEMENTATIONS = (
 
 
 def size_rows(
-    num_blocks: int, device: torch.device, *, fractions: tuple[float, ...] | None = None, read_gb_per_s: float | None = None, budget_s: float = 0.2
+    num_blocks: int,
+    device: torch.device,
+    *,
+    fractions: tuple[float, ...] | None = None,
+    read_gb_per_s: float | None = None,
+    budget_s: float = 0.2,
 ) -> Iterator[dict]:
     """Measure every implementation on a pool of `num_blocks` blocks.
 
@@ -171,7 +184,8 @@ def size_rows(
 
     Yields:
         `kind` "eviction", `blocks`, `k`, `fraction`, `implementation`, `part`, `ours`, `status` ("measured", or "absent"
-        with a `reason`), `mode`, the times, `exact` (null where only scores come out), and for what scores `bytes`, `roof_us`, `roof_fraction`.
+        with a `reason`), `mode`, the times, `exact` (null where only scores come out), and for what scores `bytes`, `roof_us`
+        and `roof_fraction`.
 
     Raises:
         AssertionError: this project's ids are not those of a stable sort of its scores.

@@ -114,9 +114,7 @@ class PagedInputs:
         used = self.num_rotations * shape.num_blocks
         self.pool_blocks = used + used // 8 + 1  # a pool is never full: the tables skip some blocks
         size = (self.pool_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self._k, self._v = (
-            torch.randint(-127, 128, size, dtype=torch.int8, device=self.device, generator=generator) for _ in range(2)
-        )
+        self._k, self._v = (torch.randint(-127, 128, size, dtype=torch.int8, device=self.device, generator=generator) for _ in range(2))
         heads = (self.pool_blocks, shape.num_kv_heads)
         self._k_scale, self._v_scale = (
             2.0 ** torch.randint(-8, -5, heads, device=self.device, generator=generator).float() for _ in range(2)
@@ -132,7 +130,7 @@ class PagedInputs:
         tables, start = [], 0
         for _ in range(self.num_rotations):
             table = torch.full((shape.num_seqs, max(counts)), -1, dtype=torch.int32, device=self.device)
-            for row, count in zip(table, counts):
+            for row, count in zip(table, counts, strict=True):
                 row[:count] = order[start : start + count]
                 start += count
             tables.append(table)

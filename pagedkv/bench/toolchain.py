@@ -81,7 +81,11 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
     """
     compiler = nvcc()
     if compiler is None:
-        yield {"kind": "compilation", "status": "absent", "reason": "no nvcc was found (CUDA toolkit, https://developer.nvidia.com/cuda-downloads)"}
+        yield {
+            "kind": "compilation",
+            "status": "absent",
+            "reason": "no nvcc was found (CUDA toolkit, https://developer.nvidia.com/cuda-downloads)",
+        }
         return
     files = sorted((build.KERNELS / "cuda").glob("*.cu"))
     headers = [p for p in build.tracked_files("cuda") if p.suffix in (".h", ".cuh")]
@@ -92,7 +96,11 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
     archs = QUICK_ARCHS if quick else ARCHS
     with ThreadPoolExecutor(build.max_jobs()) as pool:
         # The first architecture of each file also compiles its host half.
-        jobs = {pool.submit(_compile, compiler, path, arch, arch == archs[0], common.hexdigest()): (path, arch) for arch in archs for path in files}
+        jobs = {
+            pool.submit(_compile, compiler, path, arch, arch == archs[0], common.hexdigest()): (path, arch)
+            for arch in archs
+            for path in files
+        }
         for job in as_completed(jobs):
             path, arch = jobs[job]
             result = job.result()
@@ -138,7 +146,14 @@ def parse_ptxas(text: str) -> list[dict]:
     kernels, current, described = [], None, None
     for line in text.splitlines():
         if found := _PATTERNS["entry"].search(line):
-            current = {"kernel": found[1], "registers": None, "stack_bytes": 0, "spill_stores_bytes": 0, "spill_loads_bytes": 0, "shared_bytes": 0}
+            current = {
+                "kernel": found[1],
+                "registers": None,
+                "stack_bytes": 0,
+                "spill_stores_bytes": 0,
+                "spill_loads_bytes": 0,
+                "shared_bytes": 0,
+            }
             kernels.append(current)
         elif found := _PATTERNS["properties"].search(line):
             described = found[1]
@@ -152,7 +167,7 @@ def parse_ptxas(text: str) -> list[dict]:
             shared = _PATTERNS["shared"].search(line)
             current["shared_bytes"] = int(shared[1]) if shared else 0
     names = _demangle([k["kernel"] for k in kernels])
-    return [{**kernel, "kernel": name} for kernel, name in zip(kernels, names)]
+    return [{**kernel, "kernel": name} for kernel, name in zip(kernels, names, strict=True)]
 
 
 def _demangle(names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every op against its reference over hostile cases: one row for each op, case, dtype and output.
+"""Every op against its reference over hostile cases: one row for each op, case and dtype.
 
 `python -m pagedkv.bench.validation --device cuda --output rows.json` runs the same sweep in a process of its own, for
 instance with `PAGEDKV_CUDA_ARCH=75+PTX` to run the code that a Turing card would.
@@ -17,18 +17,19 @@ from pathlib import Path
 import torch
 
 from pagedkv.bench.validation import attention, eviction, quantization
+from pagedkv.bench.validation.judge import merged
 
-PARTS = {"attention": attention.rows, "quantization": quantization.rows, "eviction": eviction.rows}
+PARTS = {"attention": attention.checks, "quantization": quantization.checks, "eviction": eviction.checks}
 
 
 def sweep(device: torch.device, quick: bool = False, part: str | None = None) -> Iterator[dict]:
-    """Judged rows (see `judge.row`) of all parts or of one: `op, case, dtype, output, max_error, tolerance, ok, judge`.
+    """Rows of all parts or of one: `op, case, dtype, status, checks, worst, max_error, tolerance, judge, ok`; see `judge.merged`.
 
     A case that this machine cannot hold is a row with `status` "absent", a `reason` and `ok` null.
     """
-    for name, rows in PARTS.items():
+    for name, checks in PARTS.items():
         if part in (None, name):
-            yield from rows(device, quick)
+            yield from merged(checks(device, quick))
 
 
 def sweep_compiled_for(arch: str, device: torch.device, quick: bool = False) -> list[dict]:
@@ -39,7 +40,16 @@ def sweep_compiled_for(arch: str, device: torch.device, quick: bool = False) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "pagedkv.bench.validation", "--device", str(device), "--output", str(output), *(["--quick"] if quick else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "pagedkv.bench.validation",
+            "--device",
+            str(device),
+            "--output",
+            str(output),
+            *(["--quick"] if quick else []),
+        ]
         package = str(Path(__file__).resolve().parents[3])
         environment = os.environ | {"PAGEDKV_CUDA_ARCH": arch, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -51,8 +61,8 @@ def sweep_compiled_for(arch: str, device: torch.device, quick: bool = False) -> 
 def failures(rows: list[dict]) -> list[str]:
     """One line for each row that is not ok."""
     return [
-        f"{r['op']}: {r['case']} ({r['dtype']}), {r['output']}: error {r['max_error'] if r['max_error'] is not None else 'infinite'},"
-        f" allowed {r['tolerance']:.3g}"
+        f"{r['op']}: {r['case']} ({r['dtype']}), {r['worst']}: error {'infinite' if r['max_error'] is None else format(r['max_error'], '.3g')},"
+        f" allowed {r['tolerance']:.3g}{', ' + r['reason'] if r.get('reason') else ''}"
         for r in rows
         if r["ok"] is False
     ]

@@ -25,7 +25,17 @@ def lengths(block_size: int) -> tuple[int, ...]:
 
 
 def problem(
-    device: torch.device, q_dtype: torch.dtype, cache: str, *, lens=None, heads=(4, 2), head_dim=64, block_size=16, spare_blocks=5, seed=0, **options
+    device: torch.device,
+    q_dtype: torch.dtype,
+    cache: str,
+    *,
+    lens=None,
+    heads=(4, 2),
+    head_dim=64,
+    block_size=16,
+    spare_blocks=5,
+    seed=0,
+    **options,
 ) -> Problem:
     """Random attention over random blocks of a pool with `spare_blocks` that no sequence holds; table tails are -1."""
     lens = lengths(block_size) if lens is None else lens
@@ -35,7 +45,7 @@ def problem(
     num_blocks = sum(counts) + spare_blocks
     order = iter(torch.randperm(num_blocks, generator=generator).tolist())
     tables = torch.full((len(lens), max(counts, default=0)), -1, dtype=torch.int32)
-    for row, count in zip(tables, counts):
+    for row, count in zip(tables, counts, strict=True):
         row[:count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
     size = (num_blocks, block_size, num_kv_heads, head_dim)
     scales = {}
@@ -49,7 +59,10 @@ def problem(
     if options.get("sinks"):
         options["sinks"] = (torch.randn(num_heads, generator=generator) * options["sinks"]).to(device)
     return Problem(
-        *(x.to(device) for x in (q, k, v, tables, torch.tensor(lens, dtype=torch.int32))), sm_scale=head_dim**-0.5, **scales, options=options
+        *(x.to(device) for x in (q, k, v, tables, torch.tensor(lens, dtype=torch.int32))),
+        sm_scale=head_dim**-0.5,
+        **scales,
+        options=options,
     )
 
 
@@ -60,7 +73,7 @@ def _poison_unused(p: Problem) -> None:
     """NaN (or, in int8, garbage under a NaN scale) in every slot past a sequence's end and in every block of no sequence."""
     block_size = p.k_cache.shape[1]
     live = torch.zeros(p.k_cache.shape[:2], dtype=torch.bool)
-    for table, length in zip(p.block_tables.tolist(), p.seq_lens.tolist()):
+    for table, length in zip(p.block_tables.tolist(), p.seq_lens.tolist(), strict=True):
         for position in range(length):
             live[table[position // block_size], position % block_size] = True
     live = live.to(p.q.device)
@@ -72,7 +85,9 @@ def _poison_unused(p: Problem) -> None:
 
 def _garbage_tail(p: Problem) -> None:
     tail = p.block_tables < 0
-    p.block_tables[tail] = torch.tensor([_INT32_MAX, _INT32_MIN, -1, 10**9], dtype=torch.int32).repeat(int(tail.sum()))[: int(tail.sum())].to(p.q.device)
+    count = int(tail.sum())
+    garbage = torch.tensor([_INT32_MAX, _INT32_MIN, -1, 10**9], dtype=torch.int32).repeat(count)[:count]
+    p.block_tables[tail] = garbage.to(p.q.device)
 
 
 def _bad_ids(p: Problem) -> None:
@@ -88,7 +103,7 @@ def _bad_lengths(p: Problem) -> None:
 def _bad_ids_before_window(p: Problem) -> None:
     """Blocks that lie wholly before the window are not read, so their ids do not matter."""
     window = p.options["sliding_window"]
-    for row, length in zip(p.block_tables, p.seq_lens.tolist()):
+    for row, length in zip(p.block_tables, p.seq_lens.tolist(), strict=True):
         row[: max(0, length - window) // p.k_cache.shape[1]] = _INT32_MAX
 
 
@@ -117,7 +132,7 @@ def _strided_arguments(p: Problem) -> None:
 
 
 def _nan_query(p: Problem) -> None:
-    p.q[3, 1] = math.nan
+    p.q[5, 1] = math.nan
 
 
 def _low_logits(p: Problem) -> None:
@@ -197,10 +212,19 @@ CASES = (
     Case("tiny value scales", mutate=_scale_by(1e-30), caches=_INT8, q_dtypes=(torch.float32, torch.bfloat16)),
     Case("subnormal value scales", mutate=_scale_by(1e-38), caches=_INT8, q_dtypes=(torch.float32, torch.bfloat16)),
     Case("huge value scales", mutate=_scale_by(1e30), caches=_INT8, q_dtypes=(torch.float32, torch.bfloat16)),
-    Case("block ids past 65,535", {"block_size": 1, "heads": (2, 1), "head_dim": 8, "lens": (9, 70), "spare_blocks": 70_000}, large=True, quick=True),
+    Case(
+        "block ids past 65,535",
+        {"block_size": 1, "heads": (2, 1), "head_dim": 8, "lens": (9, 70), "spare_blocks": 70_000},
+        large=True,
+        quick=True,
+    ),
     Case("a long sequence", {"lens": (4099,), "heads": (8, 2), "head_dim": 128}, large=True, quick=True),
     Case("long and short sequences", {"lens": (3000, 1, 17, 0, 2048), "heads": (8, 2)}, large=True),
-    Case("long, all options", {"lens": (3000, 5, 2000), "heads": (8, 2), "sliding_window": 1111, "logits_soft_cap": 20.0, "sinks": 3.0}, large=True),
+    Case(
+        "long, all options",
+        {"lens": (3000, 5, 2000), "heads": (8, 2), "sliding_window": 1111, "logits_soft_cap": 20.0, "sinks": 3.0},
+        large=True,
+    ),
     Case("300 sequences", {"lens": tuple(range(300)), "heads": (4, 1)}, large=True),
 )
 
@@ -209,7 +233,7 @@ def sweep(quick: bool) -> Iterator[tuple[Case, torch.dtype, str]]:
     """Every (case, q dtype, cache); a quick sweep takes a part of the cases and walks through the combinations."""
     turn = 0
     for case in CASES:
-        pairs = [(dtype, cache) for cache in case.caches for dtype in case.q_dtypes]
+        pairs = [(dtype, cache) for dtype in case.q_dtypes for cache in case.caches]
         if quick and not case.quick:
             continue
         if quick:

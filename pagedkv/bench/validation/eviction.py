@@ -10,12 +10,12 @@ from torch import Tensor
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.bench.validation.judge import as_float64, max_error, row, tolerance
+from pagedkv.bench.validation.judge import Check, as_float64, max_error, tolerance
 
 _WEIGHTS = {"w_recency": 0.4, "w_frequency": 0.3, "w_attention": 0.3}
 
 
-def rows(device: torch.device, quick: bool) -> Iterator[dict]:
+def checks(device: torch.device, quick: bool) -> Iterator[Check]:
     yield from _scores(device, quick)
     yield from _selection(device, quick)
     yield from _fused(device, quick)
@@ -33,7 +33,7 @@ def _torch_scores(recency: Tensor, frequency: Tensor, mass: Tensor, valid: Tenso
     return 0.4 * recency + 0.3 * frequency + 0.3 * mean
 
 
-def _scores(device: torch.device, quick: bool) -> Iterator[dict]:
+def _scores(device: torch.device, quick: bool) -> Iterator[Check]:
     cases = {}
     for block_size in (1, 16, 48) if quick else (1, 5, 12, 16, 48, 256):
         cases[f"block_size {block_size}"] = _statistics(100, block_size, device)
@@ -53,7 +53,7 @@ def _scores(device: torch.device, quick: bool) -> Iterator[dict]:
         want = reference.eviction_scores(*statistics, **_WEIGHTS)
         got = pagedkv.eviction_scores(*statistics, **_WEIGHTS)
         limit = tolerance(_torch_scores(*statistics), want, torch.float32, torch.float32)
-        yield row("eviction_scores", case, "float32", "scores", max_error(got, want), limit, judge="pagedkv.reference")
+        yield Check("eviction_scores", case, "float32", "scores", max_error(got, want), limit)
 
 
 def score_distributions(n: int, device: torch.device) -> dict[str, Tensor]:
@@ -80,19 +80,20 @@ def score_distributions(n: int, device: torch.device) -> dict[str, Tensor]:
     return {name: x.to(device) for name, x in made.items()}
 
 
-def _selection(device: torch.device, quick: bool) -> Iterator[dict]:
+def _selection(device: torch.device, quick: bool) -> Iterator[Check]:
     """The error is the number of places at which the ids differ."""
     sizes = (1, 1000) if quick else (1, 2, 31, 257, 1000, 5003, *((65_537, 1_000_003) if device.type == "cuda" else ()))
-    for n in sizes:
-        for case, scores in score_distributions(n, device).items():
+    for case in score_distributions(1, device):
+        for n in sizes:
+            scores = score_distributions(n, device)[case]
             order = reference.select_eviction_candidates(scores, n)
             for k in sorted({0, 1, n // 7, n // 2, n - 1, n} & set(range(n + 1))):
                 got = pagedkv.select_eviction_candidates(scores, k)
                 differ = float((as_float64(got) != order[:k]).sum())
-                yield row("select_eviction_candidates", f"{case}, n = {n}, k = {k}", "float32", "ids", differ, 0.0, judge="pagedkv.reference")
+                yield Check("select_eviction_candidates", case, "float32", f"n = {n}, k = {k}", differ, 0.0)
 
 
-def _fused(device: torch.device, quick: bool) -> Iterator[dict]:
+def _fused(device: torch.device, quick: bool) -> Iterator[Check]:
     """Bit for bit the two separate ops, and the same again and again."""
     for n in (1000,) if quick else (1, 257, 1000, 16_384):
         statistics = _statistics(n, 16, device)
@@ -105,4 +106,4 @@ def _fused(device: torch.device, quick: bool) -> Iterator[dict]:
             for _ in range(5):
                 got_ids, got_scores = pagedkv.evict_blocks(*statistics, k)
                 differ += int((got_ids != ids).sum()) + int((got_scores.view(torch.int32) != scores.view(torch.int32)).sum())
-            yield row("evict_blocks", f"5 calls bit for bit, n = {n}, k = {k}", "float32", "ids and scores", float(differ), 0.0, judge="the separate ops")
+            yield Check("evict_blocks", "5 calls, bit for bit", "float32", f"n = {n}, k = {k}", float(differ), 0.0, "the separate ops")

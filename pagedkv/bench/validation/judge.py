@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,7 +55,43 @@ def worst(results: list, want, yardstick, q_dtype: torch.dtype) -> tuple[float, 
     return max(pairs, key=lambda pair: pair[0] / pair[1], default=(0.0, FLOOR[q_dtype]))
 
 
-def row(op: str, case: str, dtype: str, output: str, error: float, limit: float, **more) -> dict:
-    """A judged row: `ok` says whether `max_error` keeps `tolerance`; an infinite error is written as null."""
-    return {"op": op, "case": case, "dtype": dtype, "output": output, "max_error": error if math.isfinite(error) else None,
-            "tolerance": limit, "ok": bool(error <= limit), **more}  # fmt: skip
+@dataclass(frozen=True)
+class Check:
+    """One judged output; `detail` says which of a case's many (cache format, output, size)."""
+
+    op: str
+    case: str
+    dtype: str
+    detail: str
+    error: float
+    tolerance: float
+    judge: str = "pagedkv.reference"
+    reason: str | None = None  # why there is no output
+    absent: bool = False  # this machine cannot hold the case
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def severity(self) -> float:
+        if self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance > 0 else math.inf
+
+
+def merged(checks: Iterable[Check]) -> Iterator[dict]:
+    """A row for each run of checks of one (op, case, dtype): how many, the worst, and whether all are `ok`.
+
+    `max_error` and `tolerance` are those of the check nearest to (or furthest past) its tolerance; an infinite error is null.
+    """
+    for (op, case, dtype), group in itertools.groupby(checks, key=lambda c: (c.op, c.case, c.dtype)):
+        group = list(group)
+        worst = max(group, key=lambda c: c.severity)
+        row = {"op": op, "case": case, "dtype": dtype}
+        if worst.absent:
+            yield row | {"status": "absent", "reason": worst.reason, "ok": None}
+            continue
+        row |= {"status": "measured", "checks": len(group), "worst": worst.detail, "judge": worst.judge}
+        row |= {"max_error": worst.error if math.isfinite(worst.error) else None, "tolerance": worst.tolerance}
+        yield row | {"ok": all(c.ok for c in group)} | ({"reason": worst.reason} if worst.reason else {})

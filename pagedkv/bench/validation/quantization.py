@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.bench.validation.judge import as_float64, max_error, row
+from pagedkv.bench.validation.judge import Check, as_float64, max_error
 
 _GRANULARITIES = ("block_head", "token_head")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,7 +19,7 @@ _ULP = 2.0**-23
 _TINY = 2.0**-149  # the smallest float32
 
 
-def rows(device: torch.device, quick: bool) -> Iterator[dict]:
+def checks(device: torch.device, quick: bool) -> Iterator[Check]:
     yield from _quantize(device, quick)
     yield from _dequantize(device)
     yield from _write(device, quick)
@@ -63,24 +63,25 @@ def _encodings(quick: bool) -> dict[str, tuple[Callable[[], Tensor], tuple[torch
     return cases
 
 
-def _quantize(device: torch.device, quick: bool) -> Iterator[dict]:
+def _quantize(device: torch.device, quick: bool) -> Iterator[Check]:
     for case, (make, dtypes) in _encodings(quick).items():
         for dtype in dtypes:
+            kv = make().to(dtype).to(device)
             for granularity in _GRANULARITIES:
-                for layout in ("contiguous", "strided"):
-                    kv = make().to(dtype).to(device)
-                    if layout == "strided":
-                        kv = torch.stack([kv, kv], 1)[:, 1]
-                    yield from _judge_encoding(kv, granularity, f"{case}, {layout}")
+                yield from _judge_encoding(kv, granularity, case, "contiguous")
+                yield from _judge_encoding(torch.stack([kv, kv], 1)[:, 1], granularity, case, "strided")
 
 
-def _judge_encoding(kv: Tensor, granularity: str, case: str) -> Iterator[dict]:
-    label = f"{str(kv.dtype).removeprefix('torch.')}, {granularity}"
+def _judge_encoding(kv: Tensor, granularity: str, case: str, layout: str) -> Iterator[Check]:
+    dtype = str(kv.dtype).removeprefix("torch.")
+
+    def check(what: str, error: float, limit: float, judge: str = "pagedkv.reference") -> Check:
+        return Check("quantize_kv", case, dtype, f"{what}, {granularity}, {layout}", error, limit, judge)
+
     q, scale = (x.cpu().numpy() for x in pagedkv.quantize_kv(kv, granularity))
     want_q, want_scale = reference.quantize_kv(kv, granularity)
     # One float32 rounding of max|x| / 127; NaN where the group holds NaN or inf, and only there.
-    relative = max_error(scale, want_scale) if scale.size == 0 else _relative(scale, want_scale)
-    yield row("quantize_kv", case, label, "scale, relative", relative, _ULP, judge="pagedkv.reference")
+    yield check("scale, relative", _relative(scale, want_scale), _ULP)
     x = as_float64(kv)
     wide = _wide(as_float64(scale), scale.ndim)
     finite = np.isfinite(wide) & np.isfinite(x)
@@ -88,12 +89,9 @@ def _judge_encoding(kv: Tensor, granularity: str, case: str) -> Iterator[dict]:
     error = np.where(finite, np.abs(np.where(finite, x, 0) - q * step), 0)
     # |x - dq| <= scale / 2 and one rounding of x: here in units of the scale, whose rounding moves level 127 by 127 ulp.
     slack = (np.abs(np.where(finite, x, 0)) * 2 * _ULP + _TINY) / step
-    worst = float((error / step - slack).max(initial=0.0))
-    yield row("quantize_kv", case, label, "|x - dq| / scale", worst, 0.5, judge="the contract's bound")
+    yield check("|x - dq| / scale", float((error / step - slack).max(initial=0.0)), 0.5, "the contract's bound")
     # Division in float32 may fall on the other side of a tie that float64 sees; never further than one level.
-    levels = float(np.abs(q.astype(int) - want_q.astype(int)).max(initial=0))
-    differ = float((q != want_q).mean()) if q.size else 0.0
-    yield row("quantize_kv", case, label, "levels", levels, 1.0, judge="pagedkv.reference", share_that_differs=differ)
+    yield check("levels", float(np.abs(q.astype(int) - want_q.astype(int)).max(initial=0)), 1.0)
 
 
 def _relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -104,7 +102,7 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
     return float((np.maximum(np.abs(got - want) - _TINY, 0) / want).max(initial=0.0))
 
 
-def _dequantize(device: torch.device) -> Iterator[dict]:
+def _dequantize(device: torch.device) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(0)
     for size in ((6, 16, 3, 64), (4, 5, 1, 8), (2, 256, 2, 256), (0, 16, 2, 64)):
         for groups, name in ((size[::2], "block_head"), (size[:3], "token_head")):
@@ -112,18 +110,19 @@ def _dequantize(device: torch.device) -> Iterator[dict]:
             scale = torch.rand(groups, generator=generator).to(device)
             # One float32 product: bitwise.
             want = reference.dequantize_kv(q, scale).astype(np.float32)
-            yield row("dequantize_kv", f"shape {list(size)}", name, "kv", max_error(pagedkv.dequantize_kv(q, scale), want), 0.0,
-                      judge="pagedkv.reference")  # fmt: skip
+            error = max_error(pagedkv.dequantize_kv(q, scale), want)
+            yield Check("dequantize_kv", "bit for bit", "int8", f"shape {list(size)}, {name}", error, 0.0)
 
 
 # ------------------------------------------------------------------------------------------- cache write
 
 
-def _write(device: torch.device, quick: bool) -> Iterator[dict]:
+def _write(device: torch.device, quick: bool) -> Iterator[Check]:
     for dtype in (torch.float16,) if quick else _DTYPES:
         for granularity in _GRANULARITIES:
             for block_size in (16,) if quick else (1, 5, 16, 256):
                 yield from _token_by_token(device, dtype, granularity, block_size)
+        for granularity in _GRANULARITIES:
             yield from _scattered(device, dtype, granularity)
 
 
@@ -134,29 +133,32 @@ class _Written:
         groups = size[::2] if granularity == "block_head" else size[:3]
         generator = torch.Generator().manual_seed(1)
         # What an earlier owner left in the blocks: it must not matter once they start afresh.
-        self.cache = [x.to(device) for _ in range(2) for x in
-                      (torch.randint(-127, 128, size, dtype=torch.int8, generator=generator), torch.rand(groups, generator=generator) * 9)]  # fmt: skip
+        self.cache = []
+        for _ in range(2):
+            held = torch.randint(-127, 128, size, dtype=torch.int8, generator=generator)
+            self.cache += [held.to(device), (torch.rand(groups, generator=generator) * 9).to(device)]
         self.want = [x.cpu().numpy() for x in self.cache]
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         pagedkv.reshape_and_cache(key, value, *self.cache, slots)
         self.want = list(reference.reshape_and_cache(key, value, *self.want, slots))
 
-    def rows(self, case: str, label: str) -> Iterator[dict]:
+    def checks(self, case: str, dtype: torch.dtype, detail: str) -> Iterator[Check]:
+        dtype = str(dtype).removeprefix("torch.")
         for name, q, scale in (("key", 0, 1), ("value", 2, 3)):
             got_q, got_scale = self.cache[q].cpu().numpy(), self.cache[scale].cpu().numpy()
-            yield row("reshape_and_cache", case, label, f"{name} scale, relative", _relative(got_scale, self.want[scale]), _ULP,
-                      judge="pagedkv.reference")  # fmt: skip
+            error = _relative(got_scale, self.want[scale])
+            yield Check("reshape_and_cache", case, dtype, f"{name} scale, relative, {detail}", error, _ULP)
             levels = float(np.abs(got_q.astype(int) - self.want[q].astype(int)).max(initial=0))
-            yield row("reshape_and_cache", case, label, f"{name} levels", levels, 1.0, judge="pagedkv.reference")
+            yield Check("reshape_and_cache", case, dtype, f"{name} levels, {detail}", levels, 1.0)
 
 
-def _token_by_token(device: torch.device, dtype: torch.dtype, granularity: str, block_size: int) -> Iterator[dict]:
+def _token_by_token(device: torch.device, dtype: torch.dtype, granularity: str, block_size: int) -> Iterator[Check]:
     """Decode steps that fill blocks while the values grow, so that a block-head scale is raised again and again.
 
     The error of a token is half a scale from its own rounding and at most half of each scale that it was re-quantised to.
     """
-    steps, label = min(2 * block_size, 40) + 1, f"{str(dtype).removeprefix('torch.')}, {granularity}, block_size {block_size}"
+    steps = min(2 * block_size, 40) + 1
     written = _Written(device, granularity, (-(-steps // block_size) + 1, block_size, 2, 64))
     tokens = _kv((steps, 2, 2, 64), seed=2) * torch.linspace(0.1, 3, steps)[:, None, None, None]
     tokens = tokens.to(dtype).to(device)
@@ -171,18 +173,18 @@ def _token_by_token(device: torch.device, dtype: torch.dtype, granularity: str, 
             if raised:
                 allowed[block * block_size : i, half] += scale[block].max() / 2
             allowed[i, half] = (scale[block] if granularity == "block_head" else scale[block, i % block_size]).max() / 2
-    case = "token by token, values that grow"
+    case, detail = "token by token, values that grow", f"{granularity}, block_size {block_size}"
     for half, (q, scale) in enumerate(((0, 1), (2, 3))):
         decoded = as_float64(pagedkv.dequantize_kv(written.cache[q], written.cache[scale])).reshape(-1, 2, 64)[:steps]
         error = np.abs(decoded - as_float64(tokens[:, half])).max(axis=(1, 2))
         worst = float((error / (allowed[:, half] * (1 + 256 * _ULP))).max())
-        yield row("reshape_and_cache", case, label, f"{('key', 'value')[half]} error / roundings allowed", worst, 1.0, judge="the contract's bound")
-    yield from written.rows(case, label)
+        what = f"{('key', 'value')[half]} error / roundings allowed, {detail}"
+        yield Check("reshape_and_cache", case, str(dtype).removeprefix("torch."), what, worst, 1.0, "the contract's bound")
+    yield from written.checks(case, dtype, detail)
 
 
-def _scattered(device: torch.device, dtype: torch.dtype, granularity: str) -> Iterator[dict]:
+def _scattered(device: torch.device, dtype: torch.dtype, granularity: str) -> Iterator[Check]:
     """A prefill into scattered slots, then a second one into the same blocks; skipped tokens; K and V in one tensor."""
-    label = f"{str(dtype).removeprefix('torch.')}, {granularity}"
     written = _Written(device, granularity, (9, 16, 3, 80))
     both = torch.stack([written.cache[0], written.cache[2]], 1)
     written.cache[0], written.cache[2] = both[:, 0], both[:, 1]
@@ -195,8 +197,9 @@ def _scattered(device: torch.device, dtype: torch.dtype, granularity: str) -> It
         slots = torch.cat([slots, torch.tensor([-1, -7, 9 * 16, 2**40])]).to(device)  # skipped
         key, value = (((turn + 1) * _kv((len(slots), 3, 80), seed=turn * 2 + i)).to(dtype).to(device) for i in range(2))
         written.write(key, value, slots)
-    yield from written.rows("scattered slots, twice, with tokens to skip", label)
+    case = "scattered slots, twice, with tokens to skip; NaN in a token"
+    yield from written.checks(case, dtype, granularity)
     bad_key, bad_value = (_kv((2, 3, 80), seed=9 + i).to(dtype).to(device) for i in range(2))
     bad_key[0, 1, 3] = math.nan
     written.write(bad_key, bad_value, torch.tensor([int(order[7]) * 16, int(order[8]) * 16], device=device))
-    yield from written.rows("a NaN spoils its own group only", label)
+    yield from written.checks(case, dtype, f"{granularity}, NaN")
