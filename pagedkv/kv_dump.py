@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,12 +31,14 @@ class Dump:
     `tokens - queries + i` and attends to all positions up to its own.
     """
 
+    FORMAT: ClassVar[int] = 1  # of the file; raise it with any change to `save`, and old dumps are made again
+
     q: Tensor
     k: Tensor
     v: Tensor
     k_before_rope: Tensor | None
     sm_scale: float
-    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    metadata: dict = dataclasses.field(default_factory=dict)  # JSON values: what was asked for, by name and hash
 
     @property
     def num_layers(self) -> int:
@@ -46,7 +50,8 @@ class Dump:
 
         tensors = {"q": self.q, "k": self.k, "v": self.v, "k_before_rope": self.k_before_rope}
         tensors = {name: t.to("cpu", dtype).contiguous() for name, t in tensors.items() if t is not None}
-        metadata = {**self.metadata, "sm_scale": repr(self.sm_scale), "dtype": str(dtype)}
+        # Under one key, because safetensors writes several in an order that changes from run to run.
+        metadata = {"pagedkv": json.dumps({"sm_scale": self.sm_scale, **self.metadata}, sort_keys=True)}
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             save_file(tensors, scratch, metadata)
@@ -64,14 +69,14 @@ class Dump:
 
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = dict(file.metadata())
+                metadata = json.loads(file.metadata()["pagedkv"])
                 tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict, does not iterate)
             return cls(
                 q=tensors["q"],
                 k=tensors["k"],
                 v=tensors["v"],
                 k_before_rope=tensors.get("k_before_rope"),
-                sm_scale=float(metadata.pop("sm_scale")),
+                sm_scale=metadata.pop("sm_scale"),
                 metadata=metadata,
             )
         except Exception as error:

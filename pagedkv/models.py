@@ -14,9 +14,11 @@ the evidence does not need a model.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -29,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from pagedkv.kv_dump import ModelError, dump_kv, one_line
+from pagedkv.kv_dump import Dump, ModelError, dump_kv, one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,6 @@ def load(source: str | Path, device: torch.device | str = "cpu"):
     Raises:
         ModelError: transformers is not installed, or it cannot read the model.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # reading GGUF draws a bar that no switch of transformers turns off
     try:
         import transformers
     except ImportError as error:
@@ -152,8 +153,9 @@ def load(source: str | Path, device: torch.device | str = "cpu"):
     if path.suffix == ".gguf" and not path.is_file():
         raise ModelError(f"no model file {path}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+        with contextlib.redirect_stderr(io.StringIO()):  # reading GGUF draws a bar that no switch turns off
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except Exception as error:  # whatever a damaged file makes the loaders raise
         raise ModelError(f"cannot read the model {source}: {type(error).__name__}: {one_line(error)}") from error
     return model.eval().to(device), tokenizer
@@ -199,6 +201,7 @@ def make_dump(
         "queries": queries,
         "layers": layers,
         "dtype": dtype,
+        "format": Dump.FORMAT,
     }
     dump_path = out / "kv.safetensors"
     old = _read_status(out)
@@ -209,8 +212,7 @@ def make_dump(
     loaded, tokenizer = load(model_path)
     _say(f"running it over {tokens} tokens of {request['text']}")
     dump = dump_kv(loaded, tokenizer, content, tokens, queries, layers)
-    metadata = {key: str(value) for key, value in request.items()}
-    dataclasses.replace(dump, metadata=metadata).save(dump_path, getattr(torch, dtype))
+    dataclasses.replace(dump, metadata=request).save(dump_path, getattr(torch, dtype))
     return {
         "available": True,
         "label": label(model),

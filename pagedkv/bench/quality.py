@@ -21,15 +21,19 @@ def exact_attention(problem: Problem) -> Tensor:
     p = problem.to("cpu")
     group = p.q.shape[1] // p.k.shape[2]
     out = torch.empty(p.q.shape, dtype=torch.float64)
-    cached: dict[tuple, tuple[Tensor, Tensor]] = {}
-    for s, length in enumerate(p.seq_lens.tolist()):
-        blocks = p.block_tables[s, : -(-length // p.k.shape[1])]
-        key = tuple(blocks.tolist())
-        if key not in cached:  # the decode steps of one dump share their blocks
-            cached = {key: tuple(_dense(pool, blocks, group) for pool in (p.k, p.v))}
-        k, v = (dense[:, :length] for dense in cached[key])
-        logits = torch.einsum("hd,hld->hl", p.q[s].double(), k) * p.sm_scale
-        out[s] = torch.einsum("hl,hld->hd", logits.softmax(dim=1), v)
+    sharing: dict[tuple, list[int]] = {}  # the decode steps of one dump share a block table
+    for s, row in enumerate(p.block_tables.tolist()):
+        sharing.setdefault(tuple(row), []).append(s)
+    for seqs in sharing.values():
+        lengths = p.seq_lens[seqs]
+        longest = int(lengths.max())
+        blocks = p.block_tables[seqs[0], : -(-longest // p.k.shape[1])]
+        k, v = (_dense(pool, blocks, group)[:, :longest] for pool in (p.k, p.v))
+        logits = torch.einsum("shd,hld->shl", p.q[seqs].double(), k) * p.sm_scale
+        beyond = torch.arange(longest) >= lengths[:, None, None]
+        weights = logits.masked_fill(beyond, -torch.inf).softmax(dim=2)
+        weights = torch.where(lengths[:, None, None] == 0, 0.0, weights)  # a softmax over nothing is NaN; its output is 0
+        out[seqs] = torch.einsum("shl,hld->shd", weights, v)
     return out
 
 
