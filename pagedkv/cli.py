@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -11,13 +12,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 1 where verify finds something wrong, 2 where the command itself cannot do its work."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `pagedkv verify | head`: the reader has seen enough; Python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except _errors() as error:
         print(f"pagedkv: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `pagedkv verify | head`
-        sys.stderr.close()
-        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ def test_every_missing_piece_says_what_it_blocks_and_how_to_get_it(pieces):
 
 def test_it_looks_for_what_the_project_can_use(pieces):
     assert pieces.keys() >= {
-        "python", "C++ compiler", "ninja", "nvcc", "torch", "torch with CUDA", "GPU", "snakemake", "papermill", "matplotlib",
+        "python", "C++ compiler", "ninja", "nvcc", "torch", "torch with CUDA", "GPU", "disk space", "snakemake", "papermill", "matplotlib",
         "jupyterlab", "transformers", "gguf", "model and text", "flashinfer-python", "vllm", "vLLM plugin", "Nsight Compute",
     }  # fmt: skip
 
@@ -42,6 +42,14 @@ def test_a_missing_compiler_is_named(monkeypatch):
     assert not piece.ok
     assert piece.found == "no no-such-compiler on PATH"
     assert "apt-get install g++" in piece.get
+
+
+def test_what_lacks_a_piece_is_said_not_to_run(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    pieces = doctor.examine()
+    assert "C++ compiler" in doctor.abilities(pieces)["CPU ops, compiled"]
+    assert "C++ compiler" not in doctor.abilities(pieces)["evidence of this CPU"]
+    assert any(line.startswith("CPU ops, compiled: no, without C++ compiler") for line in doctor.as_text(pieces).splitlines())
 
 
 def test_a_compiler_on_path_is_found(monkeypatch, tmp_path):

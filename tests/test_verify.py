@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import evidence_project as project
 import pytest
@@ -260,3 +262,9 @@ def test_json_names_the_culprit_too(root, capsys):
     (root / "README.md").write_text(project.README + "\nIt is 12.5 times faster.\n")
     assert status(root, "--json") == 1
     assert [p["id"] for p in json.loads(capsys.readouterr().out) if p["status"] == "fails"] == ["README.md:5"]
+
+
+def test_a_reader_that_stops_early_leaves_no_traceback(root):
+    command = f"{sys.executable} -m pagedkv.cli verify --root {root} | head -n 0"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=project.REPOSITORY)
+    assert done.stderr == ""

