@@ -1,8 +1,10 @@
 # The configuration, checked; which devices to measure; which files an experiment depends on and makes.
 
 import ctypes
+import fcntl
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +16,19 @@ def stop(message):
     sys.exit(1)
 
 
+def take_tree():
+    """One run at a time in a tree. Snakemake's own lock outlives a kill and then has to be removed by hand, so the
+    default profile leaves it out; the system frees this one when its holder dies."""
+    Path("build").mkdir(exist_ok=True)
+    lock = open("build/.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop("another Snakemake is at work in this tree")
+    HELD.append(lock)
+
+
+HELD = []
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 STAGES = ("build", "validate", "benchmark", "quality", "summary")
 
@@ -40,8 +55,6 @@ def gpu_present():
 
 
 def torch_has_cuda():
-    from importlib.util import find_spec
-
     spec = find_spec("torch")
     return spec is not None and "+cpu" not in Path(spec.origin).with_name("version.py").read_text()
 
@@ -93,6 +106,10 @@ def reads(experiment, device):
 # What one can ask for by name: a stage, or one experiment. A stage goes before an experiment of the same name.
 TARGETS = {name: [name] for name in EXPERIMENTS}
 TARGETS.update({stage: members for stage in STAGES if (members := [e for e in EXPERIMENTS if EXPERIMENTS[e]["stage"] == stage])})
+
+
+onstart:
+    take_tree()
 
 
 wildcard_constraints:

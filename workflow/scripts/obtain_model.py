@@ -3,8 +3,6 @@
 `pagedkv.models` fails softly: where there is no dump, its status.json says why and the exit status is 0.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The notebook's output lines appear on the terminal as they are printed. The exec
 it survives a failure; a failing cell ends the rule with the cell's traceback and the notebook's path.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -45,15 +43,20 @@ def prepare_environment(root: Path) -> None:
 def execute(notebook: str, executed: str, parameters: dict, label: str) -> None:
     """Run `notebook` and write it, executed, to `executed`. Raises what papermill raises."""
     import papermill
+    import zmq
+    from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
     class ThisInterpreter(AsyncKernelManager):
         """The kernel is this interpreter, whatever kernelspecs are installed on the machine, or none."""
 
+        def __init__(self, **options):
+            super().__init__(transport_encryption="auto" if zmq.has("curve") else "disabled", **options)
+
         @property
         def kernel_spec(self):
-            return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python")
+            return KernelSpec(**get_kernel_dict())
 
     papermill.execute_notebook(
         notebook,
@@ -62,6 +65,7 @@ def execute(notebook: str, executed: str, parameters: dict, label: str) -> None:
         kernel_name="python3",
         language="python",
         kernel_manager_class=ThisInterpreter,
+        shutdown_kernel="immediate",  # nothing is left to save, and an interrupt would print an error
         progress_bar=False,
         stdout_file=Progress(sys.stdout, label),
         stderr_file=Progress(sys.stderr, label),

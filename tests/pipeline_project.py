@@ -1,0 +1,111 @@
+"""A miniature PagedKV for the tests of the pipeline: the real Snakefile, rules and scripts over notebooks of one cell."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A notebook that measures nothing: it writes a record that the schema accepts, without the time that torch takes to load.
+CELL = '''
+import hashlib, json, os
+from pathlib import Path
+def sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+print("measuring {name}", flush=True)
+Path("build/ran.txt").open("a").write("{name} ")
+{extra}
+figure = Path(figures, "{name}.svg")
+figure.write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+content = dict(
+    schema_version=1, kind="measured", experiment="{name}",
+    hardware=dict(slug="cpu-test", name="test", kind="cpu"), software=dict(python="3", torch="2", backend="none"),
+    provenance=dict(rule=rule, notebook="notebooks/{name}.ipynb", parameters=dict(device=device, quick=quick),
+                    sources={{s: sha(s) for s in sources}}, inputs={{s: sha(s) for s in inputs}}, figures={{figure.name: sha(figure)}},
+                    finished_at="2026-01-01T00:00:00Z", seconds=1.0),
+    rows=[dict(value={value})])
+canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+content["provenance"]["digest"] = hashlib.sha256(canonical).hexdigest()
+Path(record).write_text(json.dumps(content))
+'''
+PARAMETERS = 'device = "auto"\nquick = False\nrecord = None\nfigures = None\nrule = None\nsources = None\ninputs = None'
+
+# build <- order only - alpha, beta;  alpha <- read by - summary, which reads all;  beta reads the model
+EXPERIMENTS = {
+    "build": {"stage": "build", "sources": ["kernels"]},
+    "alpha": {"stage": "benchmark", "sources": ["kernels"], "exclusive": True},
+    "beta": {"stage": "quality", "sources": ["pagedkv/beta.py"], "model": True},
+    "summary": {"stage": "summary", "sources": ["pagedkv/summary.py"], "reads": ["*"]},
+}
+
+# Stands in for pagedkv.models: no network in these tests.
+MODELS = '''
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+print("no KV dump: cannot download: no network", file=sys.stderr)
+(out / "status.json").write_text(json.dumps({"available": False, "reason": "no network"}))
+'''
+
+
+class Project:
+    def __init__(self, root: Path):
+        self.root = root
+        for name in ("workflow/rules", "workflow/scripts", "workflow/schemas", "workflow/profiles"):
+            shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPOSITORY / "Snakefile", root)
+        (root / "profiles").symlink_to("workflow/profiles")
+        for name in ("kernels", "pagedkv", "notebooks"):
+            (root / name).mkdir()
+        (root / "kernels" / "op.cpp").write_text("// an op\n")
+        for name in ("beta", "summary"):
+            (root / "pagedkv" / f"{name}.py").write_text("")
+        (root / "pagedkv" / "__init__.py").write_text("")
+        (root / "pagedkv" / "evidence").mkdir()
+        (root / "pagedkv" / "evidence" / "__init__.py").write_text("")
+        for name in ("record", "root"):
+            shutil.copy(REPOSITORY / "pagedkv" / "evidence" / f"{name}.py", root / "pagedkv" / "evidence")
+        (root / "pagedkv" / "models.py").write_text(MODELS)
+        config = {
+            "device": "cpu",
+            "quick": False,
+            "model": {"name": None, "text": None, "tokens": 64},
+            "sources": {"kernels": ["kernels/**/*"]},
+            "experiments": EXPERIMENTS,
+        }
+        (root / "workflow" / "config.yaml").write_text(yaml.safe_dump(config))
+        for name in EXPERIMENTS:
+            self.notebook(name)
+
+    def notebook(self, name: str, extra: str = "", value: int = 1) -> None:
+        notebook = nbformat.v4.new_notebook()
+        parameters = nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
+        notebook.cells = [parameters, nbformat.v4.new_code_cell(CELL.format(name=name, extra=extra, value=value))]
+        nbformat.write(notebook, self.root / "notebooks" / f"{name}.ipynb")
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SNAKEMAKE", "PAGEDKV", "PYTEST", "PYTHONPATH"))}
+        return {**kept, "XDG_CACHE_HOME": str(self.root / ".cache"), "HOME": str(self.root / ".home")}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
+
+    def snakemake(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
+        """`output` of the result holds both streams."""
+        done = subprocess.run(
+            self.command(*arguments), cwd=self.root, env=self.environment(), text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        done.output = done.stdout
+        return done
+
+    def ran(self) -> list[str]:
+        """The notebooks that ran since the last call, sorted."""
+        log = self.root / "build" / "ran.txt"
+        names = sorted(log.read_text().split()) if log.exists() else []
+        log.unlink(missing_ok=True)
+        return names

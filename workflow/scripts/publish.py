@@ -1,0 +1,52 @@
+"""Copy this machine's records and figures to where they are committed: what the rule `publish` executes.
+
+Only `results/<hardware>/` and `figures/<hardware>/` of the hardware that the records name are touched.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd()))  # the package of this checkout, installed or not
+
+from pagedkv.evidence import record as records
+
+
+def publish(paths: list[Path], root: Path) -> list[Path]:
+    """The files written. Raises `RecordError` for a record that is corrupt, quick, or at odds with its figures."""
+    drawn: dict[Path, Path] = {}
+    contents: dict[Path, str] = {}
+    for path in paths:
+        record = records.read(path, root)
+        if record["provenance"]["parameters"].get("quick"):
+            raise records.RecordError(f"{path}: a quick run's numbers are not evidence")
+        slug, experiment = record["hardware"]["slug"], record["experiment"]
+        contents[root / "results" / slug / f"{experiment}.json"] = path.read_text(encoding="utf-8")
+        for name, expected in record["provenance"].get("figures", {}).items():
+            source, target = path.parent / "figures" / path.stem / name, root / "figures" / slug / name
+            if records.file_hash(source) != expected:
+                raise records.RecordError(f"{source}: not the figure that the run of {path} drew")
+            if target in drawn:
+                raise records.RecordError(f"{source}: another experiment draws a figure of that name, {drawn[target]}")
+            drawn[target] = source
+            contents[target] = source.read_text(encoding="utf-8")
+    for target, text in contents.items():  # only now: all of it is sound
+        records.write_text(target, text)
+    return list(contents)
+
+
+def main(snakemake) -> int:
+    root = Path.cwd()
+    try:
+        written = publish([Path(p) for p in snakemake.input.records], root)
+    except (records.RecordError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        print("(a damaged file under build/ is made again once it is deleted)", file=sys.stderr, flush=True)
+        return 1
+    folders = sorted({p.parent.relative_to(root).as_posix() for p in written})
+    print(f"published {len(written)} files into {', '.join(folders)}", flush=True)
+    Path(snakemake.output[0]).touch()
+    return 0
+
+
+if "snakemake" in globals():
+    sys.exit(main(globals()["snakemake"]))
