@@ -88,13 +88,11 @@ def _head_dim(name: str, head_dim: int) -> None:
 def _scale(name: str, value: Tensor, cache: Tensor) -> None:
     """One scale per (block, head), or per (block, token, head)."""
     num_blocks, block_size, num_kv_heads, _ = cache.shape
-    rank = value.dim()
-    if rank == 2:
-        tensor(name, value, torch.float32, (num_blocks, num_kv_heads), cache)
-    elif rank == 3:
+    if value.dim() == 3:
         tensor(name, value, torch.float32, (num_blocks, block_size, num_kv_heads), cache)
+    elif value.dim() == 2 or value.dtype != torch.float32:
+        tensor(name, value, torch.float32, (num_blocks, num_kv_heads), cache)
     else:
-        tensor(name, value, torch.float32, value.shape, cache)
         raise ValueError(
             f"{name}: expected shape [{num_blocks}, {num_kv_heads}] (block-head) or"
             f" [{num_blocks}, {block_size}, {num_kv_heads}] (token-head), got {list(value.shape)}"
