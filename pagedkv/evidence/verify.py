@@ -1,11 +1,11 @@
 """`pagedkv verify`: every claim against its record, every record against itself, every number in prose against the ledger.
 
-    holds      the record is sound, up to date, and says what is claimed
-    fails      it does not, or it was tampered with, or the ledger or the prose is wrong
-    stale      a source that the record depends on changed after the run
-    missing    the record, or the row in it, is not there
-    pending    no evidence yet; the ledger says why
-    published  others measured it; this project has not
+holds      the record is sound, up to date, and says what is claimed
+fails      it does not, or it was tampered with, or the ledger or the prose is wrong
+stale      a source that the record depends on changed after the run
+missing    the record, or the row in it, is not there
+pending    no evidence yet; the ledger says why
+published  others measured it; this project has not
 """
 
 from __future__ import annotations
