@@ -1,0 +1,84 @@
+// The int8 encoding, shared by quantize_kv and reshape_and_cache: symmetric, one float32 scale a group.
+//
+// The arithmetic is spelled out in correctly rounded steps, so that contraction flags cannot change a result.
+#pragma once
+
+#include <cfloat>
+
+#include "common.cuh"
+
+namespace pagedkv {
+
+// The larger of two magnitudes; NaN if either is.
+__device__ __forceinline__ float max_magnitude(float magnitude, float x) {
+#if __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(magnitude), "f"(fabsf(x)));
+  return result;
+#else  // as bit patterns: they order like the numbers, with inf and NaN on top
+  return __uint_as_float(max(__float_as_uint(magnitude), __float_as_uint(x) & 0x7fffffffu));
+#endif
+}
+
+// Over a warp, or over aligned groups of kLanes (a power of two) lanes of it. All lanes take part.
+template <int kLanes = 32>
+__device__ __forceinline__ float group_max_magnitude(float magnitude) {
+#pragma unroll
+  for (int delta = kLanes / 2; delta > 0; delta /= 2) magnitude = max_magnitude(magnitude, __shfl_xor_sync(~0u, magnitude, delta));
+  return magnitude;
+}
+
+// max|x| / 127: 0 for an all-zero group, NaN where a value is not finite. Two corners move it by one place:
+// rounding down a subnormal scale could lose most of a step, and at FLT_MAX 127 * scale would overflow.
+__device__ __forceinline__ float scale_for(float max_abs) {
+  if (!(max_abs <= FLT_MAX)) return __uint_as_float(0x7fc00000u);
+  const float scale = __fdiv_rn(max_abs, 127.f);
+  if (scale < FLT_MIN && __fmaf_rn(127.f, scale, -max_abs) < 0.f) return __uint_as_float(__float_as_uint(scale) + 1);
+  if (__fmul_rn(127.f, scale) > FLT_MAX) return __uint_as_float(__float_as_uint(scale) - 1);
+  return scale;
+}
+
+// round(x / scale), half to even, for many x.
+struct Encoder {
+  float scale, inverse;
+
+  __device__ __forceinline__ explicit Encoder(float scale_) : scale(scale_) { inverse = __frcp_rn(scale_); }
+
+  // |x| / scale must not exceed 127.5, but for a NaN scale, which encodes everything as 0.
+  __device__ __forceinline__ Unit<int8_t> operator()(const float (&x)[kUnit]) const {
+    if (!(scale >= 0x1p-96f)) return encode_slowly(x);
+    uint32_t bits[kUnit];
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      // The quotient, correctly rounded: one Newton step on x * inverse, exact remainder (Markstein, 1990).
+      // Nothing under- or overflows at these scales.
+      const float guess = __fmul_rn(x[i], inverse);
+      const float quotient = __fmaf_rn(__fmaf_rn(-guess, scale, x[i]), inverse, guess);
+      bits[i] = __float_as_uint(__fadd_rn(quotient, 0x1.8p23f));  // the low byte is the integer nearest to it
+    }
+    return pack(bits);
+  }
+
+ private:
+  __device__ __noinline__ Unit<int8_t> encode_slowly(const float (&x)[kUnit]) const {
+    uint32_t bits[kUnit];
+    for (int i = 0; i < kUnit; ++i) {
+      const float n = fminf(127.f, fmaxf(-127.f, rintf(__fdiv_rn(x[i], scale))));
+      bits[i] = isnan(scale) ? 0 : static_cast<uint32_t>(static_cast<int>(n));
+    }
+    return pack(bits);
+  }
+
+  __device__ static __forceinline__ Unit<int8_t> pack(const uint32_t (&bits)[kUnit]) {
+    Unit<int8_t> unit;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t low = __byte_perm(bits[4 * i], bits[4 * i + 1], 0x0040);
+      const uint32_t high = __byte_perm(bits[4 * i + 2], bits[4 * i + 3], 0x0040);
+      unit.words[i] = __byte_perm(low, high, 0x5410);
+    }
+    return unit;
+  }
+};
+
+}  // namespace pagedkv

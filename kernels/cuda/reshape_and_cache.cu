@@ -1,0 +1,363 @@
+// reshape_and_cache: quantise new tokens straight into their slots of the paged cache, K and V in one launch.
+//
+// Tokens of one block must act together: they share its scale, and only one CTA may re-quantise what it holds. They
+// find each other through `winner`, the last token of the call for each slot. Up to kScanTokens tokens, each CTA
+// finds the winners of its token's block by reading all slots: one launch. Beyond, two small kernels put them in the
+// workspace, a word a slot of the pool, of which only the blocks that are written get touched.
+// The winner of a block's lowest slot leads the block: its CTA writes all of the block's new tokens. A token that is not its
+// slot's winner has no effect.
+#include <climits>
+
+#include "quantization/int8.cuh"
+
+namespace pagedkv {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int64_t kScanTokens = 1024;
+constexpr int kSpan = 32;  // tokens whose leaders a CTA looks for when the winners are in the workspace
+constexpr int kMaxBlockSize = 256;
+constexpr int64_t kMaxCtas = 1 << 30;
+
+// One of K and V.
+struct Plane {
+  const void* source;
+  int64_t source_stride_token, source_stride_head;
+  int8_t* cache;
+  int64_t stride_block, stride_token, stride_head;
+  float* scale;
+  int64_t scale_stride_block, scale_stride_token, scale_stride_head;
+};
+
+struct Write {
+  Plane planes[2];
+  const int64_t* slots;
+  int64_t num_tokens, num_slots;
+  int block_size, num_kv_heads, head_dim;
+  int* winner;  // [num_slots]: the last token of the call for the slot, or -1
+  int* first;   // [num_blocks]: the lowest offset that the call writes
+};
+
+__device__ __forceinline__ bool in_pool(const Write& w, int64_t slot) { return slot >= 0 && slot < w.num_slots; }
+
+// ------------------------------------------------------------------------------- winners in the workspace
+
+// Clears what belongs to the blocks that are written: a run of tokens of one block leaves it to its first.
+template <bool kTokenHead>
+__global__ void __launch_bounds__(kThreads) clear_winners(const __grid_constant__ Write w) {
+  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (token >= w.num_tokens) return;
+  const int64_t slot = w.slots[token];
+  if (!in_pool(w, slot)) return;
+  if constexpr (kTokenHead) {
+    w.winner[slot] = -1;
+  } else {
+    const int64_t block = divide(slot, w.block_size).quotient;
+    if (token > 0) {
+      const int64_t before = w.slots[token - 1];
+      if (in_pool(w, before) && divide(before, w.block_size).quotient == block) return;
+    }
+    w.first[block] = INT_MAX;
+    for (int offset = 0; offset < w.block_size; ++offset) w.winner[block * w.block_size + offset] = -1;
+  }
+}
+
+template <bool kTokenHead>
+__global__ void __launch_bounds__(kThreads) claim_slots(const __grid_constant__ Write w) {
+  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (token >= w.num_tokens) return;
+  const int64_t slot = w.slots[token];
+  if (!in_pool(w, slot)) return;
+  atomicMax(w.winner + slot, static_cast<int>(token));
+  if constexpr (!kTokenHead) {
+    const Quotient at = divide(slot, w.block_size);
+    // One lane speaks for all of its warp that write the block.
+    const unsigned peers = __match_any_sync(__activemask(), at.quotient);
+    int lowest = at.remainder;
+    for (unsigned rest = peers; rest != 0; rest &= rest - 1) lowest = min(lowest, __shfl_sync(peers, at.remainder, __ffs(rest) - 1));
+    if (static_cast<int>(threadIdx.x % 32) == __ffs(peers) - 1) atomicMin(w.first + at.quotient, lowest);
+  }
+}
+
+// ------------------------------------------------------------------------------------ block-head scales
+
+// Where the unit (row of the block, part of the row) of a lane lies as it walks the block 32 units at a time.
+struct UnitWalk {
+  int offset, part, step_offset, step_part, parts;
+  __device__ UnitWalk(int lane, int parts_) : parts(parts_) {
+    offset = lane / parts, part = lane % parts;
+    step_offset = 32 / parts, step_part = 32 % parts;
+  }
+  __device__ __forceinline__ void advance() {
+    offset += step_offset, part += step_part;
+    if (part >= parts) part -= parts, ++offset;
+  }
+};
+
+// A warp writes the call's tokens of one block and head. winner: [block_size], in shared or global memory.
+template <class T, bool kAligned>
+__device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner) {
+  constexpr int kHeld = 8;  // units a lane keeps in registers between finding the scale and encoding
+  const int lane = threadIdx.x % 32;
+  const T* source = static_cast<const T*>(plane.source) + head * plane.source_stride_head;
+  int8_t* cache = plane.cache + block * plane.stride_block + head * plane.stride_head;
+  float* stored = plane.scale + block * plane.scale_stride_block + head * plane.scale_stride_head;
+  const int parts = w.head_dim / kUnit;
+  const bool fits = w.block_size * parts <= 32 * kHeld;
+  const float old = *stored;
+  const bool afresh = winner[0] >= 0;
+
+  Unit<T> held[kHeld];
+  uint32_t is_new = 0;  // bit i: held[i] is to be written
+  auto load = [&](UnitWalk& at) {
+    is_new = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i, at.advance()) {
+      if (at.offset >= w.block_size) continue;
+      const int token = winner[at.offset];
+      if (token < 0) continue;
+      is_new |= 1u << i;
+      held[i] = load_unit<kAligned>(source + token * plane.source_stride_token + at.part * kUnit);
+    }
+  };
+
+  float max_abs = 0.f;
+  for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
+    load(at);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (!(is_new >> i & 1)) continue;
+      float x[kUnit];
+      to_floats(held[i], x);
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+    }
+  }
+  const float needed = scale_for(group_max_magnitude(max_abs));
+
+  // The scale of what the block holds: 0 where that asks for none. An all-zero block has scale 1 by convention, which says
+  // nothing about the values to come.
+  float before = afresh || old <= 0.f ? 0.f : old;
+  if (before == 1.f) {
+    uint32_t any = 0;
+    for (UnitWalk at(lane, parts); at.offset < w.block_size; at.advance()) {
+      const Unit<int8_t> q = load_unit<kAligned>(cache + at.offset * plane.stride_token + at.part * kUnit);
+      any |= q.words[0] | q.words[1];
+    }
+    if (!__any_sync(~0u, any != 0)) before = 0.f;
+  }
+  float scale = max_magnitude(before, needed);
+  if (!(scale <= FLT_MAX)) scale = __uint_as_float(0x7fc00000u);
+  if (scale == 0.f) scale = 1.f;
+  if (lane == 0) *stored = scale;
+  const bool clears = before == 0.f || isnan(scale);
+  const bool recodes = !clears && scale != before;
+
+  const Encoder encode(scale);
+  for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
+    UnitWalk here = at;
+    if (fits) {
+      for (int i = 0; i < kHeld; ++i) at.advance();
+    } else {
+      load(at);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i, here.advance()) {
+      if (here.offset >= w.block_size) continue;
+      int8_t* to = cache + here.offset * plane.stride_token + here.part * kUnit;
+      float x[kUnit];
+      if (is_new >> i & 1) {
+        to_floats(held[i], x);
+      } else if (recodes) {
+        to_floats(load_unit<kAligned>(to), x);
+#pragma unroll
+        for (int j = 0; j < kUnit; ++j) x[j] = __fmul_rn(x[j], before);
+      } else if (clears) {
+#pragma unroll
+        for (int j = 0; j < kUnit; ++j) x[j] = 0.f;
+      } else {
+        continue;
+      }
+      store_unit<kAligned>(to, encode(x));
+    }
+  }
+}
+
+// A CTA a token: the winners of its block come from reading all slots.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_constant__ Write w) {
+  __shared__ int winner[kMaxBlockSize];
+  const int64_t slot = w.slots[blockIdx.x];
+  if (!in_pool(w, slot)) return;
+  const Quotient at = divide(slot, w.block_size);
+  for (int offset = threadIdx.x; offset < w.block_size; offset += kThreads) winner[offset] = -1;
+  __syncthreads();
+  const int64_t first_slot = at.quotient * w.block_size;
+  for (int token = threadIdx.x; token < w.num_tokens; token += kThreads) {
+    const int64_t offset = w.slots[token] - first_slot;
+    if (offset >= 0 && offset < w.block_size) atomicMax(winner + offset, token);
+  }
+  __syncthreads();
+  bool others_lead = false;
+  for (int offset = threadIdx.x; offset < at.remainder; offset += kThreads) others_lead |= winner[offset] >= 0;
+  if (__syncthreads_or(others_lead) || winner[at.remainder] != static_cast<int>(blockIdx.x)) return;
+  for (int item = threadIdx.x / 32 + blockIdx.y * kWarps; item < 2 * w.num_kv_heads; item += kWarps * gridDim.y) {
+    const bool is_value = item >= w.num_kv_heads;
+    write_block_head<T, kAligned>(w, w.planes[is_value], at.quotient, is_value ? item - w.num_kv_heads : item, winner);
+  }
+}
+
+// A CTA for kSpan consecutive tokens: it writes the blocks that they lead.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__ Write w) {
+  __shared__ int64_t led[kSpan];
+  __shared__ int num_led;
+  if (threadIdx.x < 32) {
+    const int64_t token = int64_t{blockIdx.x} * kSpan + threadIdx.x;
+    const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+    bool leads = false;
+    int64_t block = 0;
+    if (in_pool(w, slot)) {
+      const Quotient at = divide(slot, w.block_size);
+      block = at.quotient;
+      leads = w.first[block] == at.remainder && w.winner[slot] == static_cast<int>(token);
+    }
+    const unsigned leaders = __ballot_sync(~0u, leads);
+    if (leads) led[__popc(leaders & ((1u << threadIdx.x) - 1))] = block;
+    if (threadIdx.x == 0) num_led = __popc(leaders);
+  }
+  __syncthreads();
+  const int per_block = 2 * w.num_kv_heads;
+  for (int item = threadIdx.x / 32; item < num_led * per_block; item += kWarps) {
+    const int64_t block = led[item / per_block];
+    const int within = item % per_block;
+    const bool is_value = within >= w.num_kv_heads;
+    write_block_head<T, kAligned>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
+                                  w.winner + block * w.block_size);
+  }
+}
+
+// ------------------------------------------------------------------------------------ token-head scales
+
+// kLanes lanes take a (token, K or V, head), one unit each; a CTA takes kTokens tokens.
+template <class T, bool kAligned, int kLanes, int kTokens, bool kScan>
+__global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__ Write w) {
+  const int unit = threadIdx.x % kLanes;
+  const bool has_unit = unit < w.head_dim / kUnit;
+  const int64_t first = int64_t{blockIdx.x} * kTokens;
+
+  Quotient at[kTokens];
+  bool writes[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    const int64_t token = first + i;
+    const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+    writes[i] = in_pool(w, slot);
+    at[i] = writes[i] ? divide(slot, w.block_size) : Quotient{0, 0};
+    if constexpr (kScan) {
+      bool rewritten = false;
+      for (int64_t later = token + 1 + threadIdx.x; later < w.num_tokens; later += kThreads) rewritten |= w.slots[later] == slot;
+      if (__syncthreads_or(rewritten)) writes[i] = false;
+    } else {
+      if (writes[i]) writes[i] = w.winner[slot] == static_cast<int>(token);
+    }
+  }
+  // Uniform over the CTA, so that every lane of a warp takes part in the reductions.
+  constexpr int kGroups = kThreads / kLanes;
+  for (int item = threadIdx.x / kLanes; item - static_cast<int>(threadIdx.x) / kLanes < 2 * w.num_kv_heads; item += kGroups) {
+    const bool has_item = has_unit && item < 2 * w.num_kv_heads;
+    const bool is_value = item >= w.num_kv_heads;
+    const int head = is_value ? item - w.num_kv_heads : item;
+    const Plane& plane = w.planes[is_value];
+    const T* source = static_cast<const T*>(plane.source) + head * plane.source_stride_head + unit * kUnit;
+    Unit<T> held[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      held[i] = {};
+      if (writes[i] && has_item) held[i] = load_unit<kAligned>(source + (first + i) * plane.source_stride_token);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      float x[kUnit], max_abs = 0.f;
+      to_floats(held[i], x);
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+      float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
+      if (scale == 0.f) scale = 1.f;
+      if (!writes[i] || !has_item) continue;
+      if (unit == 0) {
+        plane.scale[at[i].quotient * plane.scale_stride_block + at[i].remainder * plane.scale_stride_token + head * plane.scale_stride_head] = scale;
+      }
+      store_unit<kAligned>(plane.cache + at[i].quotient * plane.stride_block + at[i].remainder * plane.stride_token + head * plane.stride_head + unit * kUnit,
+                           Encoder(scale)(x));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ launch
+
+template <class T, bool kAligned>
+void launch_blocks(const Write& w, cudaStream_t stream) {
+  if (w.num_tokens <= kScanTokens) {
+    // Few tokens leave SMs idle: the heads of a block are spread over several CTAs then.
+    const unsigned spread = static_cast<unsigned>((2 * w.num_kv_heads + kWarps - 1) / kWarps);
+    write_blocks_scanning<T, kAligned><<<dim3(static_cast<unsigned>(w.num_tokens), w.num_tokens <= 256 ? spread : 1), kThreads, 0, stream>>>(w);
+    return;
+  }
+  const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
+  clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
+  claim_slots<false><<<grid, kThreads, 0, stream>>>(w);
+  write_blocks<T, kAligned><<<grid_for(w.num_tokens, kSpan, kMaxCtas), kThreads, 0, stream>>>(w);
+}
+
+template <class T, bool kAligned, int kLanes>
+void launch_tokens(const Write& w, cudaStream_t stream) {
+  if (w.num_tokens <= kScanTokens) {
+    write_tokens<T, kAligned, kLanes, 1, true><<<grid_for(w.num_tokens, 1, kMaxCtas), kThreads, 0, stream>>>(w);
+    return;
+  }
+  const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
+  clear_winners<true><<<grid, kThreads, 0, stream>>>(w);
+  claim_slots<true><<<grid, kThreads, 0, stream>>>(w);
+  write_tokens<T, kAligned, kLanes, 4, false><<<grid_for(w.num_tokens, 4, kMaxCtas), kThreads, 0, stream>>>(w);
+}
+
+template <class T>
+void launch(const Write& w, bool token_head, cudaStream_t stream) {
+  bool aligned = true;
+  for (const Plane& plane : w.planes) {
+    aligned = aligned && units_aligned<T>(plane.source, {plane.source_stride_token, plane.source_stride_head}) &&
+              units_aligned<int8_t>(plane.cache, {plane.stride_block, plane.stride_token, plane.stride_head});
+  }
+  if (!token_head) return aligned ? launch_blocks<T, true>(w, stream) : launch_blocks<T, false>(w, stream);
+  auto tokens = [&](auto lanes) {
+    aligned ? launch_tokens<T, true, decltype(lanes)::value>(w, stream) : launch_tokens<T, false, decltype(lanes)::value>(w, stream);
+  };
+  if (w.head_dim <= 64) return tokens(std::integral_constant<int, 8>{});
+  if (w.head_dim <= 128) return tokens(std::integral_constant<int, 16>{});
+  return tokens(std::integral_constant<int, 32>{});
+}
+
+}  // namespace
+
+size_t reshape_and_cache_workspace(const CacheWriteParams& p) {
+  return p.num_tokens <= kScanTokens ? 0 : sizeof(int) * static_cast<size_t>(p.num_blocks * p.block_size + p.num_blocks);
+}
+
+void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream) {
+  if (p.num_tokens == 0 || p.num_kv_heads == 0 || p.head_dim == 0 || p.num_blocks == 0) return;
+  Write w{};
+  w.planes[0] = {p.key, p.key_stride_token, p.key_stride_head, p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head,
+                 p.k_scale, p.k_scale_stride_block, p.k_scale_stride_token, p.k_scale_stride_head};
+  w.planes[1] = {p.value, p.value_stride_token, p.value_stride_head, p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head,
+                 p.v_scale, p.v_scale_stride_block, p.v_scale_stride_token, p.v_scale_stride_head};
+  w.slots = p.slot_mapping;
+  w.num_tokens = p.num_tokens, w.num_slots = p.num_blocks * p.block_size;
+  w.block_size = static_cast<int>(p.block_size), w.num_kv_heads = static_cast<int>(p.num_kv_heads), w.head_dim = static_cast<int>(p.head_dim);
+  w.winner = static_cast<int*>(workspace), w.first = w.winner + w.num_slots;
+  dispatch_float(p.dtype, [&](auto zero) { launch<decltype(zero)>(w, p.token_head, static_cast<cudaStream_t>(stream)); });
+  check_launch("reshape_and_cache");
+}
+
+}  // namespace pagedkv
