@@ -221,19 +221,19 @@ def test_k(call, op):
     for k in (-1, 9):
         refused(call, op, "k", k, ValueError, f"got {k}")
     for k in (1.0, None, "3", True):
-        with pytest.raises(TypeError, match="^k: expected an int"):
+        with pytest.raises(TypeError, match=r"^k: expected an int"):
             getattr(pagedkv, op)(**{**valid(op), "k": k})
 
 
 @pytest.mark.parametrize("op", ["eviction_scores", "evict_blocks"])
 def test_weights(op):
-    with pytest.raises(TypeError, match="^w_recency: expected a float, got str"):
+    with pytest.raises(TypeError, match=r"^w_recency: expected a float, got str"):
         getattr(pagedkv, op)(**valid(op), w_recency="0.4")
 
 
 def test_granularity(call):
     refused(call, "quantize_kv", "granularity", "channel", ValueError, "'block_head' or 'token_head', got 'channel'")
-    with pytest.raises(TypeError, match="^granularity: expected a str, got int"):
+    with pytest.raises(TypeError, match=r"^granularity: expected a str, got int"):
         pagedkv.quantize_kv(valid("quantize_kv")["kv"], 3)
 
 
@@ -245,11 +245,11 @@ def test_a_cache_that_shares_memory_between_its_elements(call, name):
 
 @pytest.mark.parametrize("device, error", [("meta", ValueError), ("mps", ValueError)])
 def test_backend_names_only_what_it_knows(device, error):
-    with pytest.raises(error, match="^device: expected cpu or cuda"):
+    with pytest.raises(error, match=r"^device: expected cpu or cuda"):
         pagedkv.backend(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_backend_of_a_device_that_is_not_there():
-    with pytest.raises(RuntimeError, match="^device: cuda was asked for"):
+    with pytest.raises(RuntimeError, match=r"^device: cuda was asked for"):
         pagedkv.backend("cuda")

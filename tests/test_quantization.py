@@ -59,7 +59,20 @@ def test_slices_of_an_interleaved_cache(device, granularity):
 @pytest.mark.parametrize("granularity", QUANTISED)
 @pytest.mark.parametrize(
     "largest",
-    [DENORM_MIN, 2 * DENORM_MIN, 100 * DENORM_MIN, 127 * DENORM_MIN, 190 * DENORM_MIN, FLT_MIN, 127 * FLT_MIN, 1e-30, 3e-5, 1.0, 1e30, FLT_MAX],
+    [
+        DENORM_MIN,
+        2 * DENORM_MIN,
+        100 * DENORM_MIN,
+        127 * DENORM_MIN,
+        190 * DENORM_MIN,
+        FLT_MIN,
+        127 * FLT_MIN,
+        1e-30,
+        3e-5,
+        1.0,
+        1e30,
+        FLT_MAX,
+    ],
 )
 def test_every_finite_magnitude_keeps_half_a_step(device, granularity, largest):
     """No floor under the scale, no overflow, and no loss where the scale itself is subnormal."""

@@ -62,9 +62,7 @@ def quant_paged_attention(
         ValueError: another shape, device or stride; a number out of its range; with `PAGEDKV_CHECK=1` in the
             environment also a bad block id or length (this copies the tables to the host).
     """
-    checks.tensors(
-        q=q, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, block_tables=block_tables, seq_lens=seq_lens
-    )
+    checks.tensors(q=q, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, block_tables=block_tables, seq_lens=seq_lens)
     _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass)
     results = torch.ops.pagedkv.quant_paged_attention(
         q,

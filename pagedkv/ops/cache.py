@@ -37,9 +37,7 @@ def reshape_and_cache(
         TypeError: an argument of another type or dtype.
         ValueError: another shape, device or stride; with `PAGEDKV_CHECK=1` also a slot past the pool.
     """
-    checks.tensors(
-        key=key, value=value, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, slot_mapping=slot_mapping
-    )
+    checks.tensors(key=key, value=value, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, slot_mapping=slot_mapping)
     torch.ops.pagedkv.reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping)
 
 

@@ -13,8 +13,8 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Te
 
     Symmetric: `scale = max|x| / 127` over a group, `q = round(x / scale)` half to even, in -127..127. An all-zero group
     has scale 1. A scale that would be subnormal is rounded up, and one whose product with 127 would overflow is rounded
-    down, so that every finite group keeps `|x - q * scale| <= scale / 2` up to one float32 rounding. A group that holds NaN or inf gets scale NaN and q 0, and
-    touches no other.
+    down, so that every finite group keeps `|x - q * scale| <= scale / 2` up to one float32 rounding. A group that holds
+    NaN or inf gets scale NaN and q 0, and touches no other.
 
     Args:
         kv: float16, bfloat16 or float32 `[num_blocks, block_size, num_kv_heads, head_dim]`; any strides with a

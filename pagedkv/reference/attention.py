@@ -95,9 +95,7 @@ def _attention(
         length = int(seq_lens[s])
         first = 0 if sliding_window is None else max(0, length - sliding_window)
         positions = range(first, length)
-        if not 0 <= length <= max_blocks * block_size or any(
-            not 0 <= block_tables[s, t // block_size] < num_blocks for t in positions
-        ):
+        if not 0 <= length <= max_blocks * block_size or any(not 0 <= block_tables[s, t // block_size] < num_blocks for t in positions):
             out[s], lse[s], block_mass[s] = np.nan, np.nan, np.nan
             continue
         if length == 0:
