@@ -98,12 +98,16 @@ def dump_kv(model, tokenizer, text: str, tokens: int = 2048, queries: int = 64, 
     if not 1 <= queries <= tokens:
         raise ModelError(f"queries: expected 1 <= queries <= {tokens}, got {queries}")
     decoder = model.get_decoder()
-    if layers is not None:
-        decoder.layers = decoder.layers[:layers]
-    with _captured(model, decoder, queries) as seen:
-        decoder(ids.to(model.device), use_cache=False)
-    if sorted(seen.q) != list(range(len(decoder.layers))):
-        raise ModelError(f"{type(model).__name__} did not show its attention: layers seen {sorted(seen.q)} of {len(decoder.layers)}")
+    whole = decoder.layers
+    try:
+        decoder.layers = whole[:layers]
+        wanted = list(range(len(decoder.layers)))
+        with _captured(model, decoder, queries) as seen:
+            decoder(ids.to(model.device), use_cache=False)
+    finally:
+        decoder.layers = whole
+    if sorted(seen.q) != wanted:
+        raise ModelError(f"{type(model).__name__} did not show its attention: layers seen {sorted(seen.q)} of {len(wanted)}")
 
     def stack(by_layer: dict[int, Tensor]) -> Tensor:
         return torch.stack([by_layer[i] for i in sorted(by_layer)])

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
+import gzip
 import hashlib
 import io
 import json
@@ -27,6 +28,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -108,7 +110,7 @@ def _extract(archive: Path, pattern: str, target: Path) -> Path:
         with zipfile.ZipFile(archive) as package:
             name = next((n for n in package.namelist() if fnmatch.fnmatch(n, pattern)), None)
             return _copy(package.open(name) if name else None, target, archive, pattern)
-    except (tarfile.TarError, zipfile.BadZipFile) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ModelError(f"{archive.name} is damaged: {error}") from error
 
 
