@@ -27,6 +27,8 @@
 
 namespace pagedkv {
 
+constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
+
 // Up to 64 consecutive tokens of a sequence: where their rows and scales lie, as offsets for head 0. Entries past
 // `count` repeat the last token's, so that kernels may load whole vectors of tokens; their weights are 0.
 struct Tile {
@@ -80,32 +82,47 @@ inline void load_query_row(const AttentionParams& p, int64_t seq, int64_t head, 
   });
 }
 
-// Turns a head's raw logits into weights 2^(logit - m), and its state into that of the tokens so far. Returns
-// the factor by which what was accumulated before has to be scaled.
+// Turns a head's raw logits into weights, and its state into that of the tokens so far. Returns the factor by
+// which what was accumulated before has to be scaled.
+//
+// Logits are natural until the maximum is off: a logit of 40 rounded to base 2 would cost float32 results two
+// digits. m is a reference and need not be the maximum to the last bit, so only the difference has to be exact.
 inline float online_softmax(const AttentionParams& p, const Tile& tile, const float* k_scale, float* row, SoftmaxState& state) {
   using namespace simd;
-  const bool capped = p.logits_soft_cap != 0.0f;
-  const Floats sm_scale = broadcast(capped ? p.sm_scale / p.logits_soft_cap : p.sm_scale * kLog2e);
-  const Floats cap = broadcast(p.logits_soft_cap * kLog2e);
-  Floats lane_max = broadcast(state.m);
+  const Floats sm_scale = broadcast(p.sm_scale), cap = broadcast(p.logits_soft_cap);
+  Floats lane_max = broadcast(-INFINITY);
   for (int t = 0; t < tile.padded(); t += kLanes) {
     Floats x = load(row + t) * sm_scale;
     if (k_scale) x = x * load(k_scale + t);
-    if (capped) x = tanh(x) * cap;
+    if (p.logits_soft_cap != 0.0f) x = tanh(x / cap) * cap;
     store(row + t, x);
     for (int i = std::max(tile.count, t); i < t + kLanes; ++i) row[i] = -INFINITY;
     lane_max = max(load(row + t), lane_max);
   }
-  const float m = max_lane(lane_max);
+  const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
   const float factor = rescale(state.m, m);
+  const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest), reference = broadcast(-m);
   Floats lane_sum = broadcast(0.0f);
   for (int t = 0; t < tile.padded(); t += kLanes) {
-    const Floats weight = exp2(load(row + t) - broadcast(m));
+    const Floats x = load(row + t);
+    const Floats weight = exp2(multiply_add(x, log2e_rest, fma(x, log2e, reference)));
     store(row + t, weight);
     lane_sum = lane_sum + weight;
   }
   state = {m, state.l * factor + sum(lane_sum)};
   return factor;
+}
+
+// A logit that joins the denominator only, as a state: l makes up for what rounding m took away.
+inline SoftmaxState sink_state(float logit) {
+  if (std::isinf(logit)) return {logit, 1.0f};
+  const double exact = logit * 1.4426950408889634;
+  const float m = static_cast<float>(exact);
+  return {m, static_cast<float>(std::exp2(exact - m))};
+}
+
+inline float natural_lse(SoftmaxState s) {
+  return s.l == 0.0f ? -INFINITY : static_cast<float>((s.m + std::log2(static_cast<double>(s.l))) * 0.6931471805599453);
 }
 
 // Adds a tile's weights to the sums of their blocks, and keeps the split's earlier blocks relative to the same maximum.
@@ -206,8 +223,8 @@ void merge_splits(const AttentionParams& p, const AttentionPlan& plan, const Par
   SoftmaxState tokens;
   for (int64_t s = 0; s < splits; ++s) tokens = merge(tokens, partial.state(range.first_slot + s, head));
   SoftmaxState all = tokens;
-  if (p.sinks && splits > 0) all = merge(all, {p.sinks[head] * kLog2e, 1.0f});
-  if (p.lse) p.lse[seq * p.num_heads + head] = range.valid ? log_sum_exp(all) : NAN;
+  if (p.sinks && splits > 0) all = merge(all, sink_state(p.sinks[head]));
+  if (p.lse) p.lse[seq * p.num_heads + head] = range.valid ? natural_lse(all) : NAN;
 
   for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) {
     simd::Floats sum = simd::broadcast(range.valid ? 0.0f : NAN);

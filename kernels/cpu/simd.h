@@ -15,6 +15,9 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PAGEDKV_AVX2 1
 #include <immintrin.h>
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define PAGEDKV_VNNI 1
+#endif
 #endif
 
 namespace pagedkv {
@@ -47,6 +50,7 @@ inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return fma(a, b, c); }
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Floats round(Floats a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
@@ -134,7 +138,11 @@ inline Floats operator+(Floats a, Floats b) { return map([&](int i) { return a.v
 inline Floats operator-(Floats a, Floats b) { return map([&](int i) { return a.v[i] - b.v[i]; }); }
 inline Floats operator*(Floats a, Floats b) { return map([&](int i) { return a.v[i] * b.v[i]; }); }
 inline Floats operator/(Floats a, Floats b) { return map([&](int i) { return a.v[i] / b.v[i]; }); }
-inline Floats fma(Floats a, Floats b, Floats c) { return map([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+// Rounded once (the product is exact in double precision), which multiply_add does only where it costs nothing.
+inline Floats fma(Floats a, Floats b, Floats c) {
+  return map([&](int i) { return static_cast<float>(static_cast<double>(a.v[i]) * b.v[i] + c.v[i]); });
+}
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return map([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
 inline Floats max(Floats a, Floats b) { return map([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Floats min(Floats a, Floats b) { return map([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 // |a| < 2^22: adding 1.5 * 2^23 leaves no fraction bits, and rounds half to even.
@@ -217,7 +225,7 @@ inline Floats exp2(Floats x) {
   const Floats r = clamped - n;  // exact, in [-0.5, 0.5]
   Floats y = broadcast(1.535336188319500e-4f);
   for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f}) {
-    y = fma(y, r, broadcast(c));
+    y = multiply_add(y, r, broadcast(c));
   }
   return select_less(x, lowest, broadcast(0.0f), scale_by_power(y, n));
 }
@@ -228,8 +236,8 @@ inline Floats tanh(Floats x) {
   const Floats large = one - two / (exp2(broadcast(2 * 1.44269504f) * a) + one);
   const Floats z = x * x;
   Floats y = broadcast(-5.70498872745e-3f);
-  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) y = fma(y, z, broadcast(c));
-  return select_less(a, broadcast(0.625f), fma(y * z, x, x), copysign(large, x));
+  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) y = multiply_add(y, z, broadcast(c));
+  return select_less(a, broadcast(0.625f), multiply_add(y * z, x, x), copysign(large, x));
 }
 
 }  // namespace simd

@@ -51,26 +51,31 @@ class FloatTile {
  private:
   const float* query(int64_t head) const { return query_.data() + head * p_.head_dim; }
 
+  // Two chains a dot product, of even and odd vectors: shorter chains round less.
   template <int N>
   void logits_of(int64_t head, float (*out)[kTile]) const {
     using namespace simd;
     for (int t = 0; t < tile_->padded(); t += kLanes) {
-      Floats partial[N][kLanes];
-      for (int i = 0; i < kLanes; i += 2) {  // two tokens share each vector of q
-        const Cache *k0 = k_ + tile_->k_row[t + i], *k1 = k_ + tile_->k_row[t + i + 1];
-        Floats sum[N][2];
-        for (int h = 0; h < N; ++h) sum[h][0] = sum[h][1] = broadcast(0.0f);
-        for (int64_t d = 0; d < p_.head_dim; d += kLanes) {
-          const Floats a = load(k0 + d), b = load(k1 + d);
+      Floats dots[N][kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const Cache* k = k_ + tile_->k_row[t + i];
+        Floats even[N], odd[N];
+        for (int h = 0; h < N; ++h) even[h] = odd[h] = broadcast(0.0f);
+        int64_t d = 0;
+        for (; d + 2 * kLanes <= p_.head_dim; d += 2 * kLanes) {
+          const Floats k0 = load(k + d), k1 = load(k + d + kLanes);
           for (int h = 0; h < N; ++h) {
-            const Floats q = load(query(head + h) + d);
-            sum[h][0] = fma(q, a, sum[h][0]);
-            sum[h][1] = fma(q, b, sum[h][1]);
+            even[h] = multiply_add(load(query(head + h) + d), k0, even[h]);
+            odd[h] = multiply_add(load(query(head + h) + d + kLanes), k1, odd[h]);
           }
         }
-        for (int h = 0; h < N; ++h) partial[h][i] = sum[h][0], partial[h][i + 1] = sum[h][1];
+        if (d < p_.head_dim) {
+          const Floats k0 = load(k + d);
+          for (int h = 0; h < N; ++h) even[h] = multiply_add(load(query(head + h) + d), k0, even[h]);
+        }
+        for (int h = 0; h < N; ++h) dots[h][i] = even[h] + odd[h];
       }
-      for (int h = 0; h < N; ++h) store(out[h] + t, row_sums(partial[h]));
+      for (int h = 0; h < N; ++h) store(out[h] + t, row_sums(dots[h]));
     }
   }
 
@@ -95,7 +100,7 @@ class FloatTile {
       for (int j = 0; j < Vectors; ++j) value[j] = load(v + j * kLanes);
       for (int h = 0; h < N; ++h) {
         const Floats weight = broadcast(weights[h][t]);
-        for (int j = 0; j < Vectors; ++j) sum[h][j] = fma(weight, value[j], sum[h][j]);
+        for (int j = 0; j < Vectors; ++j) sum[h][j] = multiply_add(weight, value[j], sum[h][j]);
       }
     }
     for (int h = 0; h < N; ++h) {
