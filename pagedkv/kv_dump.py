@@ -20,7 +20,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Dump:
     """What one forward pass held, layer by layer, batch dimension dropped.

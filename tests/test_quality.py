@@ -78,6 +78,16 @@ def test_schemes_rank_as_their_bits_do(device):
     assert error["float16"] < error["int8_token_head"] < error["int8_block_head"] < error["fp8_e4m3_token_head"]
 
 
+@pytest.mark.parametrize("scheme", quality.SCHEMES)
+def test_the_bytes_of_a_scheme_are_those_of_its_tensors(scheme):
+    p = problem(head_dim=24)
+    held = {"float16": [p.k.half()], "fp8_e4m3_token_head": [p.k.to(torch.float8_e4m3fn), torch.empty(p.k.shape[:3])]}
+    granularity = quality.SCHEMES[scheme].granularity
+    tensors = held.get(scheme) or pagedkv.quantize_kv(p.k, granularity)
+    share = sum(t.numel() * t.element_size() for t in tensors) / (2 * p.k.numel())
+    assert quality.SCHEMES[scheme].percent_of_fp16(p) == pytest.approx(100 * share)
+
+
 def test_fp8_keeps_three_bits_of_mantissa():
     kv = torch.randn(50, 16, 4, 64, generator=torch.Generator().manual_seed(0))
     kv[0, 0, 0] = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -75,12 +77,26 @@ def float16(p: Problem) -> Tensor:
     return pagedkv.paged_attention(p.q, p.k.half(), p.v.half(), p.block_tables, p.seq_lens, p.sm_scale)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A way to hold the cache: how attention over it is computed, and what it takes."""
+
+    attention: Callable[[Problem], Tensor]
+    value_bytes: int
+    granularity: str | None = None  # of float32 scales; None: it has none
+
+    def percent_of_fp16(self, p: Problem) -> float:
+        _, block_size, _, head_dim = p.k.shape
+        group = {None: math.inf, "token_head": head_dim, "block_head": block_size * head_dim}[self.granularity]
+        return 100 * (self.value_bytes + 4 / group) / 2
+
+
 # To add a scheme, add a line: the notebook, its figure and the tests go over this table.
-SCHEMES: dict[str, Callable[[Problem], Tensor]] = {
-    "int8_block_head": int8("block_head"),
-    "int8_token_head": int8("token_head"),
-    "fp8_e4m3_token_head": fp8_e4m3,
-    "float16": float16,
+SCHEMES: dict[str, Scheme] = {
+    "int8_block_head": Scheme(int8("block_head"), 1, "block_head"),
+    "int8_token_head": Scheme(int8("token_head"), 1, "token_head"),
+    "fp8_e4m3_token_head": Scheme(fp8_e4m3, 1, "token_head"),
+    "float16": Scheme(float16, 2),
 }
 
 
@@ -100,11 +116,12 @@ def errors(output: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = tuple(SCHEMES)) -> Iterator[dict]:
-    """One row a scheme: `{scheme, rmse, max_abs, out_std, rel_error}`, the scheme computed on `device`."""
+    """One row a scheme: `{scheme, percent_of_fp16, rmse, max_abs, out_std, rel_error}`, the scheme computed on `device`."""
     truth = exact_attention(problem)
     there = problem.to(device)
     for name in schemes:
-        yield {"scheme": name, **errors(SCHEMES[name](there), truth)}
+        scheme = SCHEMES[name]
+        yield {"scheme": name, "percent_of_fp16": scheme.percent_of_fp16(there), **errors(scheme.attention(there), truth)}
 
 
 def layers(dump: Dump, device: torch.device | str = "cpu") -> Iterator[dict]:
@@ -119,13 +136,16 @@ def layers(dump: Dump, device: torch.device | str = "cpu") -> Iterator[dict]:
 def summarise(rows: Iterable[dict]) -> Iterator[dict]:
     """Over the rows of `layers`, one a scheme: mean and worst relative error, and in how many layers FP8 is better."""
     by_scheme: dict[str, dict[int, float]] = {}
+    percent: dict[str, float] = {}
     for row in rows:
         by_scheme.setdefault(row["scheme"], {})[row["layer"]] = row["rel_error"]
+        percent[row["scheme"]] = row["percent_of_fp16"]
     peer = by_scheme["fp8_e4m3_token_head"]
     for scheme, by_layer in by_scheme.items():
         worst = max(by_layer, key=by_layer.get)
         yield {
             "scheme": scheme,
+            "percent_of_fp16": percent[scheme],
             "layers": len(by_layer),
             "rel_error": sum(by_layer.values()) / len(by_layer),
             "rel_error_worst": by_layer[worst],
