@@ -63,7 +63,8 @@ void encode_row(const T* x, float scale, int8_t* q, int64_t dim) {
   for (int64_t i = 0; i < dim; i += kLanes) {
     const Floats value = load(x + i);
     Floats n = round(value / step);
-    const Floats twice = fma(n * broadcast(-2.0f), step, value + value);  // 2 * remainder
+    const Floats remainder = fma(n * broadcast(-1.0f), step, value);
+    const Floats twice = remainder + remainder;
     const Floats excess = abs(twice) - step;                              // > 0: n is one off; 0: a tie
     // n +- 1 is even where n is odd, and the only odd n on a tie is one that has to go.
     const Floats odd = abs(n - round(n * half) * broadcast(2.0f));
