@@ -75,9 +75,10 @@ def library_row(device: torch.device) -> dict:
 def cuda_rows(quick: bool = False) -> Iterator[dict]:
     """Compile every `kernels/cuda/*.cu` for every architecture, `build.max_jobs()` at a time.
 
-    Yields, for each (file, arch), a row of `kind` "compilation" (`seconds`, `ok`, `errors`, `cached`) and one of `kind`
-    "kernel" for each kernel in it: `kernel`, `registers`, `spill_stores_bytes`, `spill_loads_bytes`, `stack_bytes`,
-    `shared_bytes` (static). A result is cached by the hash of what it depends on. Without nvcc: one row, `status` "absent".
+    Yields a row of `kind` "compilation" for each (file, arch) as it ends: `seconds`, `ok`, `errors`, `cached`; then one of `kind` "kernel"
+    for each kernel: `registers`, `spill_bytes` (stores and loads), `stack_bytes`, `shared_bytes` (static) by architecture,
+    `max_registers` and `max_spill_bytes` over them. A result is cached by the hash of what it depends on. Without nvcc: one
+    row, `status` "absent".
     """
     compiler = nvcc()
     if compiler is None:
@@ -94,30 +95,51 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
     for header in headers:
         common.update(header.relative_to(build.KERNELS).as_posix().encode() + header.read_bytes())
     archs = QUICK_ARCHS if quick else ARCHS
+    flags = [_STANDARD, "-O3", "-Xptxas", "-v", "-lineinfo"]
+    if quick and "--Ofast-compile" in subprocess.run([str(compiler), "--help"], capture_output=True, text=True, check=True).stdout:
+        flags.append("--Ofast-compile=max")  # five times as fast; whether it compiles is what a quick run asks
     with ThreadPoolExecutor(build.max_jobs()) as pool:
         # The first architecture of each file also compiles its host half.
         jobs = {
-            pool.submit(_compile, compiler, path, arch, arch == archs[0], common.hexdigest()): (path, arch)
+            pool.submit(_compile, [str(compiler), *flags], path, arch, arch == archs[0], common.hexdigest()): (path, arch)
             for arch in archs
             for path in files
         }
+        kernels = []
         for job in as_completed(jobs):
             path, arch = jobs[job]
             result = job.result()
-            row = {"file": path.relative_to(build.KERNELS).as_posix(), "arch": f"sm_{arch}", "status": "measured"}
-            yield {"kind": "compilation", **row, **{k: result[k] for k in ("seconds", "ok", "errors", "flags", "cached")}}
-            for kernel in result["kernels"]:
-                yield {"kind": "kernel", **row, **kernel}
+            name = path.relative_to(build.KERNELS).as_posix()
+            kernels += [{"file": name, "arch": f"sm_{arch}", **kernel} for kernel in result.pop("kernels")]
+            yield {"kind": "compilation", "file": name, "arch": f"sm_{arch}", "status": "measured", **result}
+    yield from _kernel_rows(kernels)
 
 
-def _compile(compiler: Path, source: Path, arch: str, host_too: bool, common: str) -> dict:
+def _kernel_rows(kernels: list[dict]) -> Iterator[dict]:
+    by_name: dict[tuple[str, str], list[dict]] = {}
+    for kernel in sorted(kernels, key=lambda k: (k["file"], k["kernel"], int(k["arch"].removeprefix("sm_")))):
+        by_name.setdefault((kernel["file"], kernel["kernel"]), []).append(kernel)
+    for (file, name), found in by_name.items():
+        resources = {field: {k["arch"]: k[field] for k in found} for field in ("registers", "spill_bytes", "stack_bytes", "shared_bytes")}
+        yield {
+            "kind": "kernel",
+            "file": file,
+            "kernel": name,
+            "status": "measured",
+            **resources,
+            "max_registers": max(resources["registers"].values()),
+            "max_spill_bytes": max(resources["spill_bytes"].values()),
+        }
+
+
+def _compile(compiler: list[str], source: Path, arch: str, host_too: bool, common: str) -> dict:
     output = ["-c", "-o", os.devnull] if host_too else ["-cubin", "-o", os.devnull]
-    flags = [_STANDARD, "-O3", "-Xptxas", "-v", "-lineinfo", f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags = [*compiler[1:], f"-gencode=arch=compute_{arch},code=sm_{arch}"]
     key = hashlib.sha256("\0".join([common, source.name, *flags, *output]).encode() + source.read_bytes()).hexdigest()[:24]
     cached = build.cache_dir() / "ptxas" / f"{key}.json"
     if cached.exists():
         return {**json.loads(cached.read_text()), "cached": True}
-    command = [str(compiler), *flags, *(f"-I{p}" for p in build.include_paths("cuda")), *output, str(source)]
+    command = [compiler[0], *flags, *(f"-I{p}" for p in build.include_paths("cuda")), *output, str(source)]
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     result = {
@@ -142,30 +164,25 @@ _PATTERNS = {
 
 
 def parse_ptxas(text: str) -> list[dict]:
-    """What `ptxas -v` says of each kernel (entry function); device functions that it also lists are left out."""
+    """What `ptxas -v` says of each kernel (entry function); device functions that it also lists are left out.
+
+    `kernel`, `registers`, `spill_bytes` (stores plus loads), `stack_bytes`, `shared_bytes`.
+    """
     kernels, current, described = [], None, None
     for line in text.splitlines():
         if found := _PATTERNS["entry"].search(line):
-            current = {
-                "kernel": found[1],
-                "registers": None,
-                "stack_bytes": 0,
-                "spill_stores_bytes": 0,
-                "spill_loads_bytes": 0,
-                "shared_bytes": 0,
-            }
+            current = {"kernel": found[1], "registers": 0, "spill_bytes": 0, "stack_bytes": 0, "shared_bytes": 0}
             kernels.append(current)
         elif found := _PATTERNS["properties"].search(line):
             described = found[1]
         elif current is None:
             continue
-        elif found := _PATTERNS["stack"].search(line):
-            if described == current["kernel"]:
-                current["stack_bytes"], current["spill_stores_bytes"], current["spill_loads_bytes"] = map(int, found.groups())
+        elif (found := _PATTERNS["stack"].search(line)) and described == current["kernel"]:
+            current["stack_bytes"], current["spill_bytes"] = int(found[1]), int(found[2]) + int(found[3])
         elif found := _PATTERNS["registers"].search(line):
             current["registers"] = int(found[1])
-            shared = _PATTERNS["shared"].search(line)
-            current["shared_bytes"] = int(shared[1]) if shared else 0
+            if shared := _PATTERNS["shared"].search(line):
+                current["shared_bytes"] = int(shared[1])
     names = _demangle([k["kernel"] for k in kernels])
     return [{**kernel, "kernel": name} for kernel, name in zip(kernels, names, strict=True)]
 

@@ -60,9 +60,45 @@ def sweep_compiled_for(arch: str, device: torch.device, quick: bool = False) -> 
 
 def failures(rows: list[dict]) -> list[str]:
     """One line for each row that is not ok."""
-    return [
-        f"{r['op']}: {r['case']} ({r['dtype']}), {r['worst']}: error {'infinite' if r['max_error'] is None else format(r['max_error'], '.3g')},"
-        f" allowed {r['tolerance']:.3g}{', ' + r['reason'] if r.get('reason') else ''}"
-        for r in rows
-        if r["ok"] is False
-    ]
+    lines = []
+    for r in rows:
+        if r["ok"] is False:
+            error = "infinite" if r["max_error"] is None else f"{r['max_error']:.3g}"
+            reason = f", {r['reason']}" if r.get("reason") else ""
+            lines.append(f"{r['op']}: {r['case']} ({r['dtype']}), {r['worst']}: error {error}, allowed {r['tolerance']:.3g}{reason}")
+    return lines
+
+
+def share_of_tolerance(row: dict) -> float | None:
+    """Error over tolerance of a row's worst check; None where that is infinite (a row that fails) or nothing ran."""
+    if row["status"] == "absent" or row["max_error"] is None:
+        return None
+    if row["max_error"] == 0:
+        return 0.0
+    return row["max_error"] / row["tolerance"] if row["tolerance"] > 0 else None
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """A row for each op and `arch`: cases, checks, failed and absent rows, and the case nearest to its tolerance."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["arch"]), []).append(row)
+    summaries = []
+    for (op, arch), group in groups.items():
+        ran = [row for row in group if row["status"] == "measured"]
+        shares = {i: share for i, row in enumerate(ran) if (share := share_of_tolerance(row)) is not None}
+        worst = max(shares, key=shares.get, default=None)
+        summaries.append(
+            {
+                "kind": "summary",
+                "op": op,
+                "arch": arch,
+                "cases": len(ran),
+                "checks": sum(row["checks"] for row in ran),
+                "failed": sum(row["ok"] is False for row in ran),
+                "absent": len(group) - len(ran),
+                "worst_share_of_tolerance": None if worst is None else shares[worst],
+                "worst_case": None if worst is None else f"{ran[worst]['case']} ({ran[worst]['dtype']}), {ran[worst]['worst']}",
+            }
+        )
+    return summaries
