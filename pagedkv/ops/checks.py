@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT32, INT8, INT32, INT64, BOOL = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,), (torch.bool,)
 GRANULARITIES = ("block_head", "token_head")
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
@@ -50,28 +51,31 @@ def booleans(**arguments: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- one tensor, one number
 
 
-def tensor(name: str, value: Tensor, dtypes: torch.dtype | tuple[torch.dtype, ...], shape: tuple, like: Tensor | None = None) -> None:
-    """dtype, shape (an int fixes a size, a str only names it), device of `like`, contiguous last dimension."""
-    dtype = value.dtype
-    if dtype is not dtypes and (isinstance(dtypes, torch.dtype) or dtype not in dtypes):
-        expected = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in expected)}, got {dtype}")
+def tensor(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple, device: torch.device | None = None) -> None:
+    """dtype, shape (an int fixes a size, a str only names it), device, contiguous last dimension."""
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {value.dtype}")
     have = value.shape
     if have != shape and not _fits(have, shape):
         raise ValueError(f"{name}: expected shape [{', '.join(str(s) for s in shape)}], got {list(have)}")
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
-    if value.stride(-1) != 1 and have[-1] > 1 and value.numel() > 0:
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {value.device}")
+    if not value.is_contiguous() and value.stride(-1) != 1 and have[-1] > 1:
         raise ValueError(f"{name}: expected a contiguous last dimension (stride 1), got stride {value.stride(-1)}")
 
 
 def _fits(have: torch.Size, shape: tuple) -> bool:
-    return len(have) == len(shape) and all(isinstance(want, str) or got == want for got, want in zip(have, shape, strict=True))
+    if len(have) != len(shape):
+        return False
+    for got, want in zip(have, shape, strict=True):  # noqa: SIM110  (a generator costs more than the rest of the check)
+        if want.__class__ is not str and got != want:
+            return False
+    return True
 
 
-def _cache(name: str, value: Tensor, dtypes, like: Tensor | None = None) -> None:
+def _cache(name: str, value: Tensor, dtypes, device: torch.device | None = None) -> None:
     """A pool of blocks `[num_blocks, block_size, num_kv_heads, head_dim]` with sizes within the contract."""
-    tensor(name, value, dtypes, ("num_blocks", "block_size", "num_kv_heads", "head_dim"), like)
+    tensor(name, value, dtypes, ("num_blocks", "block_size", "num_kv_heads", "head_dim"), device)
     _, block_size, num_kv_heads, head_dim = value.shape
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ValueError(f"{name}: expected a block_size (dimension 1) of 1 to {MAX_BLOCK_SIZE}, got {block_size}")
@@ -85,13 +89,14 @@ def _head_dim(name: str, head_dim: int) -> None:
         raise ValueError(f"{name}: expected a head_dim (last dimension) that is a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}")
 
 
-def _scale(name: str, value: Tensor, cache: Tensor) -> None:
-    """One scale per (block, head), or per (block, token, head)."""
-    num_blocks, block_size, num_kv_heads, _ = cache.shape
-    if value.dim() == 3:
-        tensor(name, value, torch.float32, (num_blocks, block_size, num_kv_heads), cache)
-    elif value.dim() == 2 or value.dtype != torch.float32:
-        tensor(name, value, torch.float32, (num_blocks, num_kv_heads), cache)
+def _scale(name: str, value: Tensor, cache: torch.Size, device: torch.device) -> None:
+    """One scale per (block, head), or per (block, token, head), of a cache of the given shape."""
+    num_blocks, block_size, num_kv_heads, _ = cache
+    rank = value.dim()
+    if rank == 2:
+        tensor(name, value, FLOAT32, (num_blocks, num_kv_heads), device)
+    elif rank == 3 or value.dtype != torch.float32:
+        tensor(name, value, FLOAT32, (num_blocks, block_size, num_kv_heads), device)
     else:
         raise ValueError(
             f"{name}: expected shape [{num_blocks}, {num_kv_heads}] (block-head) or"
@@ -99,11 +104,12 @@ def _scale(name: str, value: Tensor, cache: Tensor) -> None:
         )
 
 
-def _quantised_pair(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, like: Tensor) -> None:
-    _cache("k_cache", k_cache, torch.int8, like)
-    tensor("v_cache", v_cache, torch.int8, k_cache.shape, like)
-    _scale("k_scale", k_scale, k_cache)
-    _scale("v_scale", v_scale, v_cache)
+def _quantised_pair(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, device: torch.device) -> None:
+    _cache("k_cache", k_cache, INT8, device)
+    shape = k_cache.shape
+    tensor("v_cache", v_cache, INT8, shape, device)
+    _scale("k_scale", k_scale, shape, device)
+    _scale("v_scale", v_scale, shape, device)
     if k_scale.dim() != v_scale.dim():
         raise ValueError(f"v_scale: expected rank {k_scale.dim()} like k_scale, got {v_scale.dim()}")
 
@@ -114,29 +120,31 @@ def _quantised_pair(k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: 
 def quant_paged_attention(
     q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, *_
 ) -> None:
+    device = q.device
     tensor("q", q, FLOATS, ("num_seqs", "num_heads", "head_dim"))
-    _quantised_pair(k_cache, k_scale, v_cache, v_scale, like=q)
-    _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks)
+    _quantised_pair(k_cache, k_scale, v_cache, v_scale, device)
+    _decode(q.shape, k_cache.shape, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, device)
 
 
 def paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, *_) -> None:
+    device = q.device
     tensor("q", q, FLOATS, ("num_seqs", "num_heads", "head_dim"))
-    _cache("k_cache", k_cache, FLOATS, like=q)
-    tensor("v_cache", v_cache, k_cache.dtype, k_cache.shape, like=q)
-    _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks)
+    _cache("k_cache", k_cache, FLOATS, device)
+    tensor("v_cache", v_cache, (k_cache.dtype,), k_cache.shape, device)
+    _decode(q.shape, k_cache.shape, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, device)
 
 
-def _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks) -> None:
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
-    if head_dim != k_cache.shape[3]:
-        raise ValueError(f"q: expected head_dim {k_cache.shape[3]} like k_cache, got {head_dim}")
+def _decode(q_shape, cache_shape, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, device) -> None:
+    num_seqs, num_heads, head_dim = q_shape
+    _, _, num_kv_heads, cache_head_dim = cache_shape
+    if head_dim != cache_head_dim:
+        raise ValueError(f"q: expected head_dim {cache_head_dim} like k_cache, got {head_dim}")
     if num_heads < 1 or num_heads % num_kv_heads != 0:
         raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
-    tensor("block_tables", block_tables, torch.int32, (num_seqs, "max_blocks"), q)
-    tensor("seq_lens", seq_lens, torch.int32, (num_seqs,), q)
+    tensor("block_tables", block_tables, INT32, (num_seqs, "max_blocks"), device)
+    tensor("seq_lens", seq_lens, INT32, (num_seqs,), device)
     if sinks is not None:
-        tensor("sinks", sinks, torch.float32, (num_heads,), q)
+        tensor("sinks", sinks, FLOAT32, (num_heads,), device)
     if not math.isfinite(sm_scale):
         raise ValueError(f"sm_scale: expected a finite number, got {sm_scale}")
     if sliding_window is not None and sliding_window < 1:
@@ -146,11 +154,13 @@ def _decode(q, k_cache, block_tables, seq_lens, sm_scale, sliding_window, logits
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b) -> None:
+    device = out_a.device
     tensor("out_a", out_a, FLOATS, ("num_seqs", "num_heads", "head_dim"))
-    _head_dim("out_a", out_a.shape[2])
-    tensor("lse_a", lse_a, torch.float32, out_a.shape[:2], out_a)
-    tensor("out_b", out_b, out_a.dtype, out_a.shape, out_a)
-    tensor("lse_b", lse_b, torch.float32, out_a.shape[:2], out_a)
+    num_seqs, num_heads, head_dim = out_a.shape
+    _head_dim("out_a", head_dim)
+    tensor("lse_a", lse_a, FLOAT32, (num_seqs, num_heads), device)
+    tensor("out_b", out_b, (out_a.dtype,), out_a.shape, device)
+    tensor("lse_b", lse_b, FLOAT32, (num_seqs, num_heads), device)
 
 
 def quant_paged_attention_values(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, sliding_window, *_) -> None:
@@ -191,16 +201,16 @@ def quantize_kv(kv, granularity) -> None:
 
 
 def dequantize_kv(q, scale) -> None:
-    _cache("q", q, torch.int8)
-    _scale("scale", scale, q)
+    _cache("q", q, INT8)
+    _scale("scale", scale, q.shape, q.device)
 
 
 def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
-    _cache("k_cache", k_cache, torch.int8, like=key)
+    device = key.device
+    _quantised_pair(k_cache, k_scale, v_cache, v_scale, device)
     tensor("key", key, FLOATS, ("num_tokens", *k_cache.shape[2:]))
-    tensor("value", value, key.dtype, key.shape, key)
-    _quantised_pair(k_cache, k_scale, v_cache, v_scale, like=key)
-    tensor("slot_mapping", slot_mapping, torch.int64, key.shape[:1], key)
+    tensor("value", value, (key.dtype,), key.shape, device)
+    tensor("slot_mapping", slot_mapping, INT64, key.shape[:1], device)
     for name, written in (("k_cache", k_cache), ("k_scale", k_scale), ("v_cache", v_cache), ("v_scale", v_scale)):
         if 0 in written.stride() and _overlaps_itself(written):
             raise ValueError(f"{name}: expected memory of its own for each element, got strides {written.stride()} (an expanded tensor)")
@@ -225,15 +235,16 @@ def _overlaps_itself(value: Tensor) -> bool:
 
 
 def eviction_scores(recency, frequency, attention_mass, valid_mask, *_) -> None:
-    tensor("attention_mass", attention_mass, torch.float32, ("num_blocks", "block_size"))
+    tensor("attention_mass", attention_mass, FLOAT32, ("num_blocks", "block_size"))
     num_blocks, block_size = attention_mass.shape
-    tensor("recency", recency, torch.float32, (num_blocks,), like=attention_mass)
-    tensor("frequency", frequency, torch.float32, (num_blocks,), like=attention_mass)
-    tensor("valid_mask", valid_mask, torch.bool, (num_blocks, block_size), like=attention_mass)
+    device = attention_mass.device
+    tensor("recency", recency, FLOAT32, (num_blocks,), device)
+    tensor("frequency", frequency, FLOAT32, (num_blocks,), device)
+    tensor("valid_mask", valid_mask, BOOL, (num_blocks, block_size), device)
 
 
 def select_eviction_candidates(scores, k) -> None:
-    tensor("scores", scores, torch.float32, ("num_blocks",))
+    tensor("scores", scores, FLOAT32, ("num_blocks",))
     _k(k, scores.shape[0])
 
 

@@ -85,10 +85,13 @@ def plain_pytorch() -> Iterator[None]:
 def _in_schema_order(name: str) -> Callable[[tuple, dict], tuple]:
     """The dispatcher leaves out arguments that equal their default and names those after `*`; compiled ops want all, in order."""
     arguments = [(a.name, a.default_value) for a in getattr(torch.ops.pagedkv, name).default._schema.arguments]
+    defaults = tuple(default for _, default in arguments)
 
     def in_order(args: tuple, kwargs: dict) -> tuple:
-        missing = arguments[len(args) :]
-        return (*args, *[kwargs.get(name, default) for name, default in missing]) if missing else args
+        given = len(args)
+        if not kwargs:
+            return args + defaults[given:]
+        return (*args, *[kwargs.get(name, default) for name, default in arguments[given:]])
 
     return in_order
 
