@@ -12,6 +12,12 @@ min_version("9.0")
 configfile: "workflow/config.yaml"
 
 
+localrules:
+    publish,
+    report,
+    verify,
+
+
 include: "workflow/rules/common.smk"  # the configuration, checked; which devices; which files
 
 

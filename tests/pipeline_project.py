@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A notebook that measures nothing: it writes a record that the schema accepts, without the time that torch takes to load.
-CELL = '''
+CELL = """
 import hashlib, json, os
 from pathlib import Path
 def sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -33,10 +35,10 @@ content = dict(
 canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 content["provenance"]["digest"] = hashlib.sha256(canonical).hexdigest()
 Path(record).write_text(json.dumps(content))
-'''
+"""
 PARAMETERS = 'device = "auto"\nquick = False\nrecord = None\nfigures = None\nrule = None\nsources = None\ninputs = None'
 
-# build <- order only - alpha, beta;  alpha <- read by - summary, which reads all;  beta reads the model
+# summary reads the records of all others, beta the model's status
 EXPERIMENTS = {
     "build": {"stage": "build", "sources": ["kernels"]},
     "alpha": {"stage": "benchmark", "sources": ["kernels"], "exclusive": True},
@@ -44,13 +46,23 @@ EXPERIMENTS = {
     "summary": {"stage": "summary", "sources": ["pagedkv/summary.py"], "reads": ["*"]},
 }
 
+CLAIM = {
+    "id": "alpha.value",
+    "statement": "What alpha measured",
+    "kind": "measured",
+    "rule": "alpha",
+    "unit": None,
+    "evidence": {"file": "results/cpu-test/alpha.json", "where": {}, "field": "value"},
+    "expect": {"equals": 1},
+}
+
 # Stands in for pagedkv.models: no network in these tests.
-MODELS = '''
+MODELS = """
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 print("no KV dump: cannot download: no network", file=sys.stderr)
 (out / "status.json").write_text(json.dumps({"available": False, "reason": "no network"}))
-'''
+"""
 
 
 class Project:
@@ -68,7 +80,7 @@ class Project:
         (root / "pagedkv" / "__init__.py").write_text("")
         (root / "pagedkv" / "evidence").mkdir()
         (root / "pagedkv" / "evidence" / "__init__.py").write_text("")
-        for name in ("record", "root"):
+        for name in ("ledger", "prose", "record", "report", "root", "tables", "verify"):
             shutil.copy(REPOSITORY / "pagedkv" / "evidence" / f"{name}.py", root / "pagedkv" / "evidence")
         (root / "pagedkv" / "models.py").write_text(MODELS)
         config = {
@@ -79,6 +91,8 @@ class Project:
             "experiments": EXPERIMENTS,
         }
         (root / "workflow" / "config.yaml").write_text(yaml.safe_dump(config))
+        (root / "workflow" / "claims.yaml").write_text(yaml.safe_dump([CLAIM]))
+        (root / "README.md").write_text("It is <!--claim:alpha.value--><!--/claim-->.\n")
         for name in EXPERIMENTS:
             self.notebook(name)
 
@@ -98,10 +112,34 @@ class Project:
     def snakemake(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
         """`output` of the result holds both streams."""
         done = subprocess.run(
-            self.command(*arguments), cwd=self.root, env=self.environment(), text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            self.command(*arguments),
+            cwd=self.root,
+            env=self.environment(),
+            text=True,
+            timeout=timeout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         done.output = done.stdout
         return done
+
+    def start(self) -> subprocess.Popen:
+        """The same in the background, as a terminal would start it: a process group of its own, which minds SIGINT."""
+        return subprocess.Popen(
+            self.command(),
+            cwd=self.root,
+            env=self.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def would_run(self, *arguments: str) -> list[str]:
+        """The notebooks that a run would execute, sorted, without running them."""
+        done = self.snakemake("--dry-run", *arguments)
+        assert done.returncode == 0, done.output
+        return sorted(re.findall(r"wildcards: device=cpu, experiment=(\w+)", done.output))
 
     def ran(self) -> list[str]:
         """The notebooks that ran since the last call, sorted."""

@@ -32,6 +32,8 @@ HELD = []
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 STAGES = ("build", "validate", "benchmark", "quality", "summary")
 
+if str(config["quick"]).lower() in ("true", "false"):
+    config["quick"] = str(config["quick"]).lower() == "true"  # on the command line, Snakemake reads only True and False so
 if config["device"] not in DEVICE_CHOICES:
     stop(f"unknown device {config['device']!r}: expected one of {', '.join(DEVICE_CHOICES)} (--config device=...)")
 try:

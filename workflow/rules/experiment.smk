@@ -1,4 +1,6 @@
 # Every experiment is one notebook, run by papermill on one device: it measures, and writes a record and figures.
+# None waits for `build`: whichever needs the kernels first compiles them, once, under a lock (pagedkv/ops/build.py).
+# (An `ancient` input would give the order, but Snakemake then overlooks edits to the waiting job's own inputs.)
 
 
 def threads_of(wildcards):
@@ -12,8 +14,6 @@ rule experiment:
         sources=lambda w: sources(w.experiment),
         reads=lambda w: reads(w.experiment, w.device),
         model=lambda w: rules.model.output if EXPERIMENTS[w.experiment].get("model") else [],
-        # Only for the order: the kernels are compiled once, first, and not by whoever comes first.
-        built=lambda w: [] if w.experiment == "build" else ancient(record("build", w.device)),
     output:
         record=f"{ROOT}/evidence/{{device}}/{{experiment}}.json",
         figures=directory(f"{ROOT}/evidence/{{device}}/figures/{{experiment}}"),

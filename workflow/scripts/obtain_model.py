@@ -10,7 +10,17 @@ from pathlib import Path
 
 def main(snakemake) -> int:
     out = Path(snakemake.output[0]).parent
-    command = [sys.executable, "-m", "pagedkv.models", "--out", str(out), "--assets", "build/downloads", "--tokens", str(snakemake.params.tokens)]
+    command = [
+        sys.executable,
+        "-m",
+        "pagedkv.models",
+        "--out",
+        str(out),
+        "--assets",
+        "build/downloads",
+        "--tokens",
+        str(snakemake.params.tokens),
+    ]
     for option in ("model", "text"):
         if snakemake.params[option]:
             command += [f"--{option}", snakemake.params[option]]

@@ -1,6 +1,7 @@
 """Copy this machine's records and figures to where they are committed: what the rule `publish` executes.
 
-Only `results/<hardware>/` and `figures/<hardware>/` of the hardware that the records name are touched.
+Only `results/<hardware>/` and `figures/<hardware>/` of the hardware that the records name are touched, and the claim
+markers in prose that draw on them.
 """
 
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path.cwd()))  # the package of this checkout, installed or not
 
+from pagedkv.evidence import ledger, verify
 from pagedkv.evidence import record as records
 
 
@@ -38,12 +40,14 @@ def main(snakemake) -> int:
     root = Path.cwd()
     try:
         written = publish([Path(p) for p in snakemake.input.records], root)
-    except (records.RecordError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        print("(a damaged file under build/ is made again once it is deleted)", file=sys.stderr, flush=True)
+        rendered = verify.render(root)
+    except (records.RecordError, ledger.LedgerError, OSError) as error:
+        print(f"error: {error} (a damaged file under build/ is made again once it is deleted)", file=sys.stderr, flush=True)
         return 1
     folders = sorted({p.parent.relative_to(root).as_posix() for p in written})
     print(f"published {len(written)} files into {', '.join(folders)}", flush=True)
+    if rendered:
+        print(f"claim markers filled in {', '.join(rendered)}", flush=True)
     Path(snakemake.output[0]).touch()
     return 0
 

@@ -118,9 +118,7 @@ def main(snakemake) -> int:
     try:
         execute(notebook, executed, parameters, label)
     except Exception as error:
-        message = str(error).strip()
-        if isinstance(error, OSError):
-            message = f"{type(error).__name__}: {message}"
+        message = f"{type(error).__name__}: {str(error).strip()}"
         print(message if sys.stderr.isatty() else _COLOUR.sub("", message), file=sys.stderr)
         print(f"error: {notebook} failed on {device}; as far as it ran: {executed}", file=sys.stderr, flush=True)
         return 1
