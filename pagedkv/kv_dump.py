@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,41 +45,32 @@ class Dump:
         return self.k.shape[0]
 
     def save(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        """One safetensors file, whole or not at all. `dtype` is what it is stored in."""
-        from safetensors.torch import save_file
-
+        """One `.npz` file, whole or not at all, the same bytes for the same dump. `dtype` is what it is stored in."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "k_before_rope": self.k_before_rope}
-        tensors = {name: t.to("cpu", dtype).contiguous() for name, t in tensors.items() if t is not None}
-        # Under one key, because safetensors writes several in an order that changes from run to run.
-        metadata = {"pagedkv": json.dumps({"sm_scale": self.sm_scale, **self.metadata}, sort_keys=True)}
+        arrays = {name: t.to("cpu", dtype).numpy() for name, t in tensors.items() if t is not None}
+        description = json.dumps({"sm_scale": self.sm_scale, **self.metadata}, sort_keys=True)
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file(tensors, scratch, metadata)
-            scratch.chmod(0o644)
+            with open(scratch, "wb") as file:
+                np.savez(file, description=np.array(description), **arrays)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(scratch, path)
-        except Exception as error:  # safetensors wraps an OSError in an exception of its own
-            raise ModelError(f"cannot write {path}: {one_line(error)}") from error
+        except OSError as error:
+            raise ModelError(f"cannot write {path}: {error.strerror or error}") from error
         finally:
             scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Dump:
-        """Raises `ModelError` where the file is missing or damaged."""
-        from safetensors import safe_open
-
+        """In float32. Raises `ModelError` where the file is missing, damaged or something else."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = json.loads(file.metadata()["pagedkv"])
-                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a dict, does not iterate)
-            return cls(
-                q=tensors["q"],
-                k=tensors["k"],
-                v=tensors["v"],
-                k_before_rope=tensors.get("k_before_rope"),
-                sm_scale=metadata.pop("sm_scale"),
-                metadata=metadata,
-            )
-        except Exception as error:
+            with np.load(path, allow_pickle=False) as file:
+                metadata = json.loads(str(file["description"]))
+                tensors = {name: torch.from_numpy(file[name]).float() for name in file.files if name != "description"}
+            before = tensors.get("k_before_rope")
+            return cls(tensors["q"], tensors["k"], tensors["v"], before, metadata.pop("sm_scale"), metadata)
+        except Exception as error:  # a damaged archive raises whatever its reader stumbles on
             raise ModelError(f"cannot read the KV dump {path}: {type(error).__name__}: {one_line(error)}") from error
 
 

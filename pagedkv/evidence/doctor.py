@@ -156,7 +156,7 @@ def _cached_model() -> str:
         build = find_root() / "build"
     except FileNotFoundError:
         return ""
-    files = [*build.glob("model/*.safetensors"), *build.glob("downloads/*.gguf")]
+    files = [*build.glob("model/*.npz"), *build.glob("downloads/*.gguf")]
     return f"{files[0].relative_to(build.parent)} is there" if files else ""
 
 
