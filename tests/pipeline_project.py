@@ -75,7 +75,7 @@ class Project:
         for name in ("kernels", "pagedkv", "notebooks"):
             (root / name).mkdir()
         (root / "kernels" / "op.cpp").write_text("// an op\n")
-        for name in ("beta", "summary"):
+        for name in ("beta", "kv_dump", "summary"):
             (root / "pagedkv" / f"{name}.py").write_text("")
         (root / "pagedkv" / "__init__.py").write_text("")
         (root / "pagedkv" / "evidence").mkdir()

@@ -186,7 +186,7 @@ def test_a_full_disk_is_named(project):
 def test_without_a_model_the_rest_still_runs(built):
     status = json.loads((built.root / "build" / "model" / "status.json").read_text())
     assert status == {"available": False, "reason": "no network"}
-    assert "[model] no KV dump" in built.first_output
+    assert "no KV dump: cannot download: no network" in built.first_output
 
 
 def test_a_quick_run_stays_under_build_quick_and_publishes_nothing(project):

@@ -3,17 +3,21 @@
 
 
 rule model:
+    input:
+        "pagedkv/models.py",
+        "pagedkv/kv_dump.py",
     output:
         f"{ROOT}/model/status.json",
     log:
         f"{ROOT}/model/log.txt",
     params:
-        model=config["model"]["name"],
-        text=config["model"]["text"],
+        folder=f"{ROOT}/model",
         tokens=256 if QUICK else config["model"]["tokens"],
+        named=[f"--{option}={value}" for option, value in (("model", config["model"]["name"]), ("text", config["model"]["text"])) if value],
     threads: 2
     resources:
         mem_mb=4000,
         runtime=30,
-    script:
-        "../scripts/obtain_model.py"
+    shell:
+        "{sys.executable} -m pagedkv.models --out {params.folder} --assets build/downloads"
+        " --tokens {params.tokens} {params.named:q} 2>&1 | tee {log}"
