@@ -4,20 +4,23 @@
 // A CTA owns one work item (a range of one sequence's tokens) and one KV head; its warps take 16-token steps
 // in turn. A lane is (g, t) = (lane / 4, lane % 4), as in the mma fragments.
 //
-//   K    A lane reads 16-byte pieces of token g. That is the B fragment of mma.m16n8k32 (int8) or m16n8k16
-//        (half) once the head dimension is permuted, which q repeats and the dot product does not see.
+//   K    A warp reads whole 128-byte lines, a lane 16 bytes of one: half a line of token g / 2 lies in the four lanes of
+//        g. That is the B fragment of mma.m16n8k32 (int8) or m16n8k16 (half) with the head dimension permuted,
+//        which q repeats and the dot product does not see. Even columns hold first halves, odd ones second
+//        halves; each half of q multiplies all the columns, and a lane adds the two products that are meant.
+//        Twice the products, but half-line reads are bound by L2's request rate at two thirds of the memory's.
 //   q    Rows are the heads of a GQA group, at most 8 of the 16. With an int8 cache the other 8 rows carry what
 //        rounding q to int8 left over (q = s (hi + lo / 254)): 15 bits of q at no extra instruction.
-//   S    comes out as (head g; tokens 2t, 2t+1): exactly the B fragment of the second product, so the softmax
-//        stays in registers without a shuffle.
-//   V    O^T = V^T P^T: a lane reads 16-byte pieces of tokens 2t, 2t+1, 2t+8, 2t+9; a byte permute makes
-//        pairs of halves of them.
+//   S    comes out as (head g; tokens t, 4 + t, 8 + t, 12 + t): exactly the B fragment of the second product if V's
+//        tokens are taken in the same order, so the softmax stays in registers without a shuffle.
+//   V    O^T = V^T P^T: a lane reads 16-byte pieces of its four tokens; a byte permute makes pairs of halves of them.
 //
 // The softmax reference m moves only when a logit exceeds it by more than 2^8: then 2^(x - m) <= 256 is safe in half
 // precision, and most steps need no cross-lane work at all. V's scales enter through a second reference, n,
 // over logit + log2(scale), so that any spread of scales keeps the weights within half precision's range.
 //
-// What limits it is bytes in flight (README of the ladder notebook): 16 warps an SM x 3 half-steps x 2 KB.
+// What limits it is bytes in flight (see the ladder notebook): 16 warps an SM x 3 half-steps x 2 KB. Short calls are
+// limited by latencies in a row and by instruction fetch: code outside the loop is kept small.
 #pragma once
 
 #include <type_traits>
@@ -40,16 +43,22 @@ struct DecodeConfig {
   static constexpr int head_dim = kHeadDim;
   static constexpr bool mass = kMass;
   static constexpr int row_bytes = kHeadDim * element_bytes;
-  // Twice the bytes a row, half the warps: the same bytes in flight, and registers to hold them.
-  static constexpr int warps = row_bytes > 128 ? 4 : 8;
+  static constexpr int warps = 4;
   static constexpr int threads = warps * 32;
+  // Twice the bytes a row, half the CTAs: the same bytes in flight, and registers to hold them. Small CTAs because
+  // those of equal work start and end together, and the memory idles meanwhile: the fewer the waves, the better.
+  static constexpr int ctas_per_sm = row_bytes > 128 ? 2 : 4;
   static constexpr int tokens_per_unit = warps * kStepTokens;
-  static constexpr int k_pieces = row_bytes / 64;                          // of 16 bytes, of one token, in a lane
+  static constexpr int k_pieces = row_bytes / 64;                           // half lines of a row: what four lanes read at once
+  static constexpr bool whole_lines = row_bytes >= 128;                     // else a row is half a line, and columns are tokens
   static constexpr int v_piece_bytes = row_bytes >= 128 ? 16 : 8;
-  static constexpr int v_pieces = row_bytes / (8 * v_piece_bytes);
+  static constexpr int v_pieces = row_bytes / (8 * v_piece_bytes);         // of one token, in a lane
   static constexpr int half_step_words = row_bytes * kStepTokens / 32 / 4;  // in a lane: K or V of 16 tokens
   static constexpr int out_tiles = kHeadDim / 16;                           // of 16 dims x 8 heads
-  static constexpr int stage_steps = 64 * warps;                            // steps whose table entries sit in shared memory
+  static constexpr int stage_steps = 512;                                   // whose table entries sit in shared memory
+
+  // The four tokens of a step that lane t weighs: the k of the second product, in order.
+  static constexpr __device__ int token(int i, int t) { return whole_lines ? 4 * i + t : i / 2 * 8 + 2 * t + i % 2; }
 };
 
 // ------------------------------------------------------------------------------------- instructions
@@ -125,65 +134,61 @@ __device__ inline float2 unpack(uint32_t pair) {
   else return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
 
-// Run by one warp. Piece c of lane (g, t) is head g's dims under the 16 bytes of K at 64 c + 16 t of a row.
+// q on its way to the fragments: a thread takes 8 dims of a head.
 template <class C>
-__device__ inline void load_query(QueryFragments<C>& query, const AttentionParams& p, int seq, int head0, int heads, int g, int t) {
-  using Q = typename C::Query;
-  constexpr int kWords = 8 / C::element_bytes;  // of a piece: pairs of dims
-  const auto* row = reinterpret_cast<const uint4*>(static_cast<const Q*>(p.q) + seq * p.q_stride_seq + (head0 + g) * p.q_stride_head);
-  uint32_t x[C::k_pieces][kWords];
+struct QueryLoad {
+  static constexpr int threads_per_head = C::head_dim / 8;
+  static constexpr int all = kTileHeads * threads_per_head;
+  uint32_t raw[(all + C::threads - 1) / C::threads][4] = {};
+
+  __device__ void issue(const AttentionParams& p, int seq, int head0, int heads) {
+    const auto* q = static_cast<const typename C::Query*>(p.q) + seq * p.q_stride_seq + head0 * p.q_stride_head;
 #pragma unroll
-  for (int c = 0; c < C::k_pieces; ++c) {
-#pragma unroll
-    for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 four = g < heads ? __ldg(row + (4 * c + t) * kWords / 4 + i) : uint4{};
-      x[c][4 * i] = four.x, x[c][4 * i + 1] = four.y, x[c][4 * i + 2] = four.z, x[c][4 * i + 3] = four.w;
+    for (int i = threadIdx.x, n = 0; i < all; i += C::threads, ++n) {
+      const int g = i / threads_per_head;
+      if (g < heads) load_16(raw[n], reinterpret_cast<const char*>(q + g * p.q_stride_head + i % threads_per_head * 8));
     }
   }
-  float scale = p.sm_scale * kLog2e;
-  if constexpr (C::quantised) {
-    float peak = 0.f;
-    bool finite = true;
+
+  // Piece c of lane (g, t) is head g's dims under the 16 bytes of K at 64 c + 16 t of a row.
+  __device__ void store(QueryFragments<C>& query, float sm_scale) const {
+    using Q = typename C::Query;
+    const float scale = sm_scale * kLog2e;
 #pragma unroll
-    for (int c = 0; c < C::k_pieces; ++c) {
+    for (int i = threadIdx.x, n = 0; i < all; i += C::threads, ++n) {
+      const int g = i / threads_per_head, byte = i % threads_per_head * 8 * C::element_bytes, c = byte / 64, lane = 4 * g + byte % 64 / 16;
+      if constexpr (C::quantised) {
+        const float2 pairs[4] = {unpack<Q>(raw[n][0]), unpack<Q>(raw[n][1]), unpack<Q>(raw[n][2]), unpack<Q>(raw[n][3])};
+        float peak = 0.f, nan = 0.f;
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const float2 pair = unpack<Q>(x[c][i]);
-        const float larger = fmaxf(fabsf(pair.x), fabsf(pair.y));
-        peak = fmaxf(peak, larger);
-        finite = finite && pair.x - pair.x == 0.f && pair.y - pair.y == 0.f;
+        for (int j = 0; j < 4; ++j) {
+          peak = fmaxf(peak, fmaxf(fabsf(pairs[j].x), fabsf(pairs[j].y)));
+          nan += pairs[j].x * 0.f + pairs[j].y * 0.f;  // NaN if anything is not finite
+        }
+#pragma unroll
+        for (int d = 1; d < threads_per_head; d *= 2) {
+          peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
+          nan += __shfl_xor_sync(~0u, nan, d);
+        }
+        const float inverse = peak > 0.f ? __fdividef(127.f, peak) : 0.f;
+        uint32_t hi[2] = {}, lo[2] = {};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float scaled = (j % 2 ? pairs[j / 2].y : pairs[j / 2].x) * inverse;
+          const int whole = __float2int_rn(scaled), rest = __float2int_rn((scaled - float(whole)) * 254.f);
+          hi[j / 4] |= uint32_t(whole & 0xff) << (j % 4 * 8);
+          lo[j / 4] |= uint32_t(rest & 0xff) << (j % 4 * 8);
+        }
+        query.a[c][byte % 16 / 8][lane] = {hi[0], lo[0], hi[1], lo[1]};
+        if (i % threads_per_head == 0) query.scale[g] = peak / (127.f * 254.f) * scale + nan;
+      } else {
+        query.a[c][0][lane] = {raw[n][0], 0, raw[n][1], 0};
+        query.a[c][1][lane] = {raw[n][2], 0, raw[n][3], 0};
+        if (i % threads_per_head == 0) query.scale[g] = scale;
       }
-    }
-#pragma unroll
-    for (int d = 1; d < 4; d *= 2) {
-      peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
-      finite = __shfl_xor_sync(~0u, int(finite), d) && finite;
-    }
-    scale = finite ? peak / (127.f * 254.f) * scale : NAN;
-    const float inverse = peak > 0.f ? 127.f / peak : 0.f;
-#pragma unroll
-    for (int c = 0; c < C::k_pieces; ++c) {
-      uint32_t hi[4] = {}, lo[4] = {};
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const float2 pair = unpack<Q>(x[c][i / 2]);
-        const float scaled = (i % 2 ? pair.y : pair.x) * inverse;
-        const int whole = __float2int_rn(scaled), rest = __float2int_rn((scaled - float(whole)) * 254.f);
-        hi[i / 4] |= uint32_t(whole & 0xff) << (i % 4 * 8);
-        lo[i / 4] |= uint32_t(rest & 0xff) << (i % 4 * 8);
-      }
-      query.a[c][0][4 * g + t] = {hi[0], lo[0], hi[1], lo[1]};
-      query.a[c][1][4 * g + t] = {hi[2], lo[2], hi[3], lo[3]};
-    }
-  } else {
-#pragma unroll
-    for (int c = 0; c < C::k_pieces; ++c) {
-      query.a[c][0][4 * g + t] = {x[c][0], 0, x[c][1], 0};
-      query.a[c][1][4 * g + t] = {x[c][2], 0, x[c][3], 0};
     }
   }
-  if (t == 0) query.scale[g] = scale;
-}
+};
 
 // --------------------------------------------------------------------------------- tables and loads
 
@@ -211,29 +216,29 @@ struct Pages {
     v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_head * e;
     k_block = p.k_stride_block * e, v_block = p.v_stride_block * e;
     k_token = int(p.k_stride_token) * e, v_token = int(p.v_stride_token) * e;
-    k_lane = g * k_token + 16 * t;
-    v_lane = 2 * t * v_token + C::v_piece_bytes * g;
+    k_lane = C::whole_lines ? g / 2 * k_token + g % 2 * 64 + 16 * t : g * k_token + 16 * t;
+    v_lane = C::token(0, t) * v_token + C::v_piece_bytes * g;
   }
 
-  // Tokens g and g + 8.
+  // Whole lines of tokens 4 j + g / 2; or token 8 j + g.
   __device__ void load_k(HalfStep<C>& to, const StepEntry& at) const {
-    const char* row = k + at.block * k_block + at.token * k_token + k_lane;
+    constexpr int loads = C::half_step_words / 4, per_row = C::whole_lines ? C::k_pieces / 2 : 1, rows = 16 / (loads / per_row);
+    const char* row = k + at.block * k_block + (at.token * k_token + k_lane);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < loads / per_row; ++j) {
 #pragma unroll
-      for (int c = 0; c < C::k_pieces; ++c) load_16(&to.r[(j * C::k_pieces + c) * 4], row + j * 8 * k_token + 64 * c);
+      for (int line = 0; line < per_row; ++line) load_16(&to.r[(j * per_row + line) * 4], row + j * rows * k_token + 128 * line);
     }
   }
 
-  // Tokens 2t, 2t + 1, 2t + 8, 2t + 9.
   __device__ void load_v(HalfStep<C>& to, const StepEntry& at) const {
     constexpr int words = C::v_piece_bytes / 4;
-    const char* row = v + at.block * v_block + at.token * v_token + v_lane;
+    const char* row = v + at.block * v_block + (at.token * v_token + v_lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int c = 0; c < C::v_pieces; ++c) {
-        const char* from = row + (j / 2 * 8 + j % 2) * v_token + 8 * C::v_piece_bytes * c;
+        const char* from = row + (C::token(j, 0) - C::token(0, 0)) * v_token + 8 * C::v_piece_bytes * c;
         uint32_t* r = &to.r[(j * C::v_pieces + c) * words];
         if constexpr (words == 4) load_16(r, from); else load_8(r, from);
       }
@@ -243,28 +248,49 @@ struct Pages {
 
 // -------------------------------------------------------------------------------------- the two products
 
-// S = q K^T in base-2 logits, before masking: s[2 j + e] is (head g, token 8 j + 2 t + e).
+template <class C>
+using Product = std::conditional_t<C::quantised, int, float>;
+
+template <class C>
+__device__ inline void multiply(Product<C> (&d)[4], uint4 q, uint32_t k0, uint32_t k1) {
+  const uint32_t a[4] = {q.x, q.y, q.z, q.w};
+  if constexpr (C::quantised) mma_int8(d, a, k0, k1); else mma_half<typename C::Query>(d, a, k0, k1);
+}
+
+// Column `e` (0 or 1) of a lane's part of a product: the high part's row and the low part's put together.
+template <class C>
+__device__ inline Product<C> column(const Product<C> (&d)[4], int e) {
+  if constexpr (C::quantised) return d[e] * 254 + d[2 + e]; else return d[e];  // at most 256 * 127^2 * 255 < 2^31
+}
+
+// S = q K^T in base-2 logits, before masking and but for K's scale: s[i] is (head g, token C::token(i, t)).
 template <class C>
 __device__ inline void scores(float (&s)[4], const QueryFragments<C>& query, float query_scale, const HalfStep<C>& k, int lane) {
-  std::conditional_t<C::quantised, int, float> d[2][4] = {};
+  if constexpr (C::whole_lines) {
+    constexpr int lines = C::k_pieces / 2;
 #pragma unroll
-  for (int c = 0; c < C::k_pieces; ++c) {
+    for (int i = 0; i < 4; ++i) {
+      Product<C> first[4] = {}, second[4] = {};  // with the first and the second halves of q's lines
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 q = query.a[c][half][lane];
-      const uint32_t a[4] = {q.x, q.y, q.z, q.w};
+      for (int line = 0; line < lines; ++line) {
+        const uint32_t* r = &k.r[(i * lines + line) * 4];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t* r = &k.r[(j * C::k_pieces + c) * 4 + 2 * half];
-        if constexpr (C::quantised) mma_int8(d[j], a, r[0], r[1]); else mma_half<typename C::Query>(d[j], a, r[0], r[1]);
+        for (int half = 0; half < 2; ++half) {
+          multiply<C>(first, query.a[2 * line][half][lane], r[2 * half], r[2 * half + 1]);
+          multiply<C>(second, query.a[2 * line + 1][half][lane], r[2 * half], r[2 * half + 1]);
+        }
       }
+      s[i] = float(column<C>(first, 0) + column<C>(second, 1)) * query_scale;
     }
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const auto(&dj)[4] = d[i / 2];
-    if constexpr (C::quantised) s[i] = float(dj[i % 2] * 254 + dj[i % 2 + 2]) * query_scale;  // at most 256 * 127^2 * 255 < 2^31
-    else s[i] = dj[i % 2] * query_scale;
+    for (int j = 0; j < 2; ++j) {
+      Product<C> d[4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply<C>(d, query.a[0][half][lane], k.r[4 * j + 2 * half], k.r[4 * j + 2 * half + 1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) s[2 * j + e] = float(column<C>(d, e)) * query_scale;
+    }
   }
 }
 
@@ -329,10 +355,56 @@ struct WarpState {
   }
 };
 
+// ------------------------------------------------------------------------------- after the last token
+
+// Write one tile of 16 dims x 8 heads: the output, or this split's acc.
+template <class C>
+__device__ inline void write_tile(const AttentionParams& p, const Partials& partials, const WorkItem& work, bool final, int head0, int heads,
+                                  int tile, int g, int t, float4 o) {
+  const int dim = tile_dim<C>(tile, g);
+  auto write = [&](int h, float low, float high) {
+    if (h >= heads) return;
+    if (final) {
+      auto* out = static_cast<typename C::Query*>(p.out) + (int64_t(work.seq) * p.num_heads + head0 + h) * C::head_dim + dim;
+      reinterpret_cast<uint32_t&>(*out) = pack<typename C::Query>(low, high);
+    } else {
+      float* acc = partials.acc + (int64_t(work.index) * p.num_heads + head0 + h) * C::head_dim + dim;
+      reinterpret_cast<float2&>(*acc) = {low, high};
+    }
+  };
+  write(2 * t, o.x, o.z);
+  write(2 * t + 1, o.y, o.w);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+__device__ inline uint32_t cluster_address(const void* shared, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(uint32_t(__cvta_generic_to_shared(shared))), "r"(rank));
+  return address;
+}
+__device__ inline float cluster_load(const float* shared, int rank) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(cluster_address(shared, rank)));
+  return v;
+}
+__device__ inline float4 cluster_load(const float4* shared, int rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(shared, rank)));
+  return v;
+}
+#else  // no clusters: plans without them
+__device__ inline void cluster_sync() { __trap(); }
+__device__ inline float cluster_load(const float*, int) { return 0.f; }
+__device__ inline float4 cluster_load(const float4*, int) { return {}; }
+#endif
+
 // --------------------------------------------------------------------------------------- the kernel
 
 template <class C>
-__global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, SplitPlan plan, Partials partials) {
+__global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(AttentionParams p, SplitPlan plan, Partials partials) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();  // the merge kernel may be scheduled as soon as SMs have room
 #endif
@@ -345,24 +417,30 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
   __shared__ QueryFragments<C> query;
   __shared__ float warp_m[C::warps][kTileHeads], warp_n[C::warps][kTileHeads], warp_l[C::warps][kTileHeads];
 
-  const int group = int(p.num_heads / p.num_kv_heads);
+  // Neighbouring CTAs read neighbouring heads of the same pages.
+  const int head_tile = blockIdx.x, item = blockIdx.z * gridDim.y + blockIdx.y;
+  const int group = int(p.num_heads) / int(p.num_kv_heads);
   const int tiles_per_group = ceil_div(group, kTileHeads);
-  const int head_tiles = int(p.num_kv_heads) * tiles_per_group;
-  const int head_tile = blockIdx.x % head_tiles;
-  WorkItem work;
-  if (!find_work<C::threads>(plan, p.seq_lens, blockIdx.x / head_tiles, &work)) return;
-
-  const int kv_head = head_tile / tiles_per_group;
-  const int head0 = kv_head * group + head_tile % tiles_per_group * kTileHeads;
-  const int heads = min(kTileHeads, group - head_tile % tiles_per_group * kTileHeads);
+  const int kv_head = head_tile / tiles_per_group, first_head = head_tile % tiles_per_group * kTileHeads;
+  const int head0 = kv_head * group + first_head, heads = min(kTileHeads, group - first_head);
+  __shared__ WorkItem work;
+  if (!find_work<C::threads>(plan, p.seq_lens, item, work) && !plan.in_cluster) {  // whose cluster waits for it
+    if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, head0, heads, C::head_dim);
+    return;
+  }
+  QueryLoad<C> query_load;
+  query_load.issue(p, work.seq, head0, heads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  if (head_tile == 0 && work.split == 0 && threadIdx.x == 0) partials.splits[work.seq] = {work.index - work.split, work.num_splits};
+  if (head_tile == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
+    partials.splits[work.seq] = {work.index - work.split, work.num_splits};
+  }
 
   const Pages<C> pages(p, kv_head, g, t);
   WarpState<C> state;
   bool bad = work.bad;
   const int32_t* table = p.block_tables + work.seq * p.block_tables_stride;
-  const int first_step = work.begin / kStepTokens, end_step = ceil_div(work.end, kStepTokens);
+  const int begin = work.begin, end = work.end;
+  const int first_step = begin / kStepTokens, end_step = ceil_div(end, kStepTokens);
   const int block_size = int(p.block_size);
 
   // One token-head scale a lane: K's of token `lane` below 16, V's (as log2) of token `lane - 16` above.
@@ -373,26 +451,21 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
     return __ldg(scale);
   };
 
-  // The last warp, whose threads are the last to be needed for table entries.
-  if (warp == C::warps - 1) load_query(query, p, work.seq, head0, heads, g, t);
-
   for (int stage = first_step; stage < end_step; stage += C::stage_steps) {
     const int stage_end = min(end_step, stage + C::stage_steps);
     __syncthreads();  // the entries of the stage before have been read
+#pragma unroll 1
     for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
       const int token = s * kStepTokens;
-      int block = table[token / block_size];
+      int block = __ldg(table + token / block_size);
       if (block < 0 || block >= p.num_blocks) bad = true, block = 0;
-      StepEntry entry{block, token % block_size, 1.f, 0.f};
-      if constexpr (C::kind == CacheKind::kInt8BlockHead) {
-        entry.k_scale = __ldg(p.k_scale + block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
-        entry.v_scale_log2 = log2f(__ldg(p.v_scale + block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
-      }
-      shared.entries[s - stage] = entry;
+      StepEntry& entry = shared.entries[s - stage];
+      entry.block = block;
+      entry.token = token % block_size;
     }
+    if (stage == first_step) query_load.store(query, p.sm_scale);
     __syncthreads();
 
-    const float query_scale = query.scale[g];
     int step = stage + warp;
     HalfStep<C> a, b, c;
     float token_scale = 0.f, next_token_scale = 0.f;
@@ -402,6 +475,16 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
       pages.load_v(b, entry);
       if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(entry);
     }
+    if constexpr (C::kind == CacheKind::kInt8BlockHead) {  // while the first pages are on their way
+#pragma unroll 1
+      for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
+        StepEntry& entry = shared.entries[s - stage];
+        entry.k_scale = __ldg(p.k_scale + entry.block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
+        entry.v_scale_log2 = __log2f(__ldg(p.v_scale + entry.block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
+      }
+      __syncthreads();
+    }
+    const float query_scale = query.scale[g];
 
     // One step: K in `k`, V in `v`; loads the next K into `spare` and the next V where K was.
     auto advance = [&](HalfStep<C>& k, HalfStep<C>& v, HalfStep<C>& spare) {
@@ -423,25 +506,25 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
       } else if constexpr (C::kind == CacheKind::kInt8TokenHead) {
         if (lane >= 16) token_scale = log2f(token_scale);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= __shfl_sync(~0u, token_scale, i / 2 * 8 + 2 * t + i % 2);
+        for (int i = 0; i < 4; ++i) x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
       }
       if (p.logits_soft_cap > 0.f) {
-        const float cap = p.logits_soft_cap * kLog2e;
+        const float cap = p.logits_soft_cap * kLog2e, inverse = __fdividef(1.f, cap);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = cap * fast_tanh(x[i] / cap);
+        for (int i = 0; i < 4; ++i) x[i] = cap * fast_tanh(x[i] * inverse);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         y[i] = x[i];
         if constexpr (C::kind == CacheKind::kInt8BlockHead) y[i] += entry.v_scale_log2;
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) y[i] += __shfl_sync(~0u, token_scale, 16 + i / 2 * 8 + 2 * t + i % 2);
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) y[i] += __shfl_sync(~0u, token_scale, 16 + C::token(i, t));
       }
       const int token0 = step * kStepTokens;
-      if (token0 < work.begin || token0 + kStepTokens > work.end) {  // the first or the last step of the item
+      if (token0 < begin || token0 + kStepTokens > end) {  // the first or the last step of the item
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int token = token0 + i / 2 * 8 + 2 * t + i % 2;
-          if (token >= work.begin && token < work.end) continue;
+          const int token = token0 + C::token(i, t);
+          if (token >= begin && token < end) continue;
           x[i] = y[i] = -INFINITY;
           if constexpr (!C::quantised) {  // what lies there may be NaN, and 0 * NaN is NaN
             constexpr int words = C::half_step_words / 4;
@@ -468,7 +551,7 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
         step_sum += __shfl_xor_sync(~0u, step_sum, 1);
         step_sum += __shfl_xor_sync(~0u, step_sum, 2);
         if (t == 0 && g < heads) {
-          partials.step_mass[(int64_t(work.seq) * p.num_heads + head0 + g) * partials.max_steps + step] = m + log2f(step_sum);
+          partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + head0 + g] = m + __log2f(step_sum);
         }
       }
       using Weight = std::conditional_t<C::quantised, __half, typename C::Query>;
@@ -487,78 +570,97 @@ __global__ void __launch_bounds__(C::threads, 2) decode_mma(AttentionParams p, S
     }
   }
 
-  // Merge the warps: references first, then the outputs, eight tiles at a time.
+  // Merge the warps. Each of them merges the references of all: lane (g, t) starts with warp t of head g.
   state.l += __shfl_xor_sync(~0u, state.l, 1);
   state.l += __shfl_xor_sync(~0u, state.l, 2);
   if (t == 0) warp_m[warp][g] = state.m, warp_n[warp][g] = state.n, warp_l[warp][g] = state.l;
   bad = __syncthreads_or(bad);
-
-  auto merged_state = [&](int head) {
-    SoftmaxState s;
+  static_assert(C::warps == 4);
+  SoftmaxState tokens{warp_m[t][g], warp_l[t][g]};
+  float n = warp_n[t][g];
 #pragma unroll
-    for (int w = 0; w < C::warps; ++w) s = merge(s, {warp_m[w][head], warp_l[w][head]});
-    return bad ? kBadState : s;
-  };
-  auto merged_reference = [&](int head) {
-    float n = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < C::warps; ++w) n = fmaxf(n, warp_n[w][head]);
-    return n;
-  };
-  {
-    const float even = rescale(warp_n[warp][2 * t], merged_reference(2 * t));
-    const float odd = rescale(warp_n[warp][2 * t + 1], merged_reference(2 * t + 1));
-#pragma unroll
-    for (int i = 0; i < C::out_tiles; ++i) state.out[i][0] *= even, state.out[i][1] *= odd, state.out[i][2] *= even, state.out[i][3] *= odd;
+  for (int d = 1; d < 4; d *= 2) {
+    // In the order of the warps for every lane, so that all four lanes hold the same bits.
+    const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
+    tokens = t & d ? merge(other, tokens) : merge(tokens, other);
+    n = fmaxf(n, __shfl_xor_sync(~0u, n, d));
   }
+  if (bad) tokens = kBadState;
+
+  // From this warp's reference to the common one; from that to m; and, once all the tokens are in, to the output.
+  const float shrink = rescale(state.n, n);
+  const float shrink_even = __shfl_sync(~0u, shrink, 8 * t), shrink_odd = __shfl_sync(~0u, shrink, 8 * t + 4);
   const bool whole = work.num_splits == 1;
+  float finish = n == -INFINITY ? 1.f : exp2f(n - tokens.m);
+  Normaliser norm{};
+  if (whole) {
+    norm = normaliser(tokens, g < heads ? p.sinks : nullptr, head0 + g);
+    finish *= norm.factor;
+  }
+  const float finish_even = __shfl_sync(~0u, finish, 8 * t), finish_odd = __shfl_sync(~0u, finish, 8 * t + 4);
+
 #pragma unroll
   for (int tile0 = 0; tile0 < C::out_tiles; tile0 += kMergeTiles) {
-    __syncthreads();
+    if (tile0 > 0) __syncthreads();
 #pragma unroll
     for (int i = 0; i < kMergeTiles; ++i) {
       const float(&o)[4] = state.out[tile0 + i];
-      shared.tiles[warp][i][lane] = {o[0], o[1], o[2], o[3]};
+      shared.tiles[warp][i][lane] = {o[0] * shrink_even, o[1] * shrink_odd, o[2] * shrink_even, o[3] * shrink_odd};
     }
     __syncthreads();
+#pragma unroll
     for (int i = warp; i < kMergeTiles; i += C::warps) {
-      if (2 * t >= heads) break;
       float4 sum = shared.tiles[0][i][lane];
 #pragma unroll
       for (int w = 1; w < C::warps; ++w) {
         const float4 o = shared.tiles[w][i][lane];
         sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
       }
-      const int dim = tile_dim<C>(tile0 + i, g);
+      sum = {sum.x * finish_even, sum.y * finish_odd, sum.z * finish_even, sum.w * finish_odd};
+      if (plan.in_cluster) shared.tiles[0][i][lane] = sum;
+      else write_tile<C>(p, partials, work, whole, head0, heads, tile0 + i, g, t, sum);
+    }
+    if (plan.in_cluster) {
+      if (tile0 == 0 && warp == 0 && t == 0) warp_m[0][g] = tokens.m, warp_l[0][g] = tokens.l;
+      cluster_sync();
+      // The state of head g over the cluster: lane t takes ranks t and t + 4.
+      SoftmaxState ranks[2], all;
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int h = 2 * t + odd;
-        if (h >= heads) break;
-        const SoftmaxState s = merged_state(h);
-        const float n = merged_reference(h);
-        const float to_m = n == -INFINITY ? (s.l == 0.f ? 0.f : 1.f) : exp2f(n - s.m);  // from reference n to m
-        const float low = (odd ? sum.y : sum.x), high = (odd ? sum.w : sum.z);
-        if (whole) {
-          const float factor = s.l == 0.f ? 0.f : to_m * normaliser(s, p.sinks, head0 + h).factor;
-          auto* out = static_cast<typename C::Query*>(p.out) + (int64_t(work.seq) * p.num_heads + head0 + h) * C::head_dim + dim;
-          reinterpret_cast<uint32_t&>(*out) = pack<typename C::Query>(low * factor, high * factor);
-        } else {
-          float* acc = partials.acc + (int64_t(work.index) * p.num_heads + head0 + h) * C::head_dim + dim;
-          reinterpret_cast<float2&>(*acc) = {low * to_m, high * to_m};
-        }
+      for (int r = 0; r < 2; ++r) {
+        if (t + 4 * r < plan.fixed_splits) ranks[r] = {cluster_load(&warp_m[0][g], t + 4 * r), cluster_load(&warp_l[0][g], t + 4 * r)};
       }
+      all = merge(ranks[0], ranks[1]);
+#pragma unroll
+      for (int d = 1; d < 4; d *= 2) {
+        const SoftmaxState other{__shfl_xor_sync(~0u, all.m, d), __shfl_xor_sync(~0u, all.l, d)};
+        all = t & d ? merge(other, all) : merge(all, other);
+      }
+      norm = normaliser(all, g < heads ? p.sinks : nullptr, head0 + g);
+      tokens = all;
+      // Each CTA adds up and writes its share of the tiles.
+      for (int i = work.split * C::warps + warp; i < kMergeTiles; i += plan.fixed_splits * C::warps) {
+        float4 part[kMaxCluster];
+#pragma unroll
+        for (int r = 0; r < kMaxCluster; ++r) part[r] = r < plan.fixed_splits ? cluster_load(&shared.tiles[0][i][lane], r) : float4{};
+        float4 sum{};
+#pragma unroll
+        for (int r = 0; r < kMaxCluster; ++r) {
+          const float factor = rescale(ranks[r / 4].m, all.m) * norm.factor;
+          const float even = __shfl_sync(~0u, factor, 8 * t + r % 4), odd = __shfl_sync(~0u, factor, 8 * t + 4 + r % 4);
+          sum.x += part[r].x * even, sum.y += part[r].y * odd, sum.z += part[r].z * even, sum.w += part[r].w * odd;
+        }
+        write_tile<C>(p, partials, work, true, head0, heads, tile0 + i, g, t, sum);
+      }
+      cluster_sync();  // nobody leaves or overwrites while another still reads
     }
   }
-  if (threadIdx.x < heads) {
-    const int head = head0 + threadIdx.x;
-    const SoftmaxState s = merged_state(threadIdx.x);
-    const int64_t row = int64_t(work.seq) * p.num_heads + head;
-    if (whole) {
-      if (p.lse) p.lse[row] = normaliser(s, p.sinks, head).lse;
-      if constexpr (C::mass) partials.total_mass[row] = total_mass(s);
+  if (warp == 0 && t == 0 && g < heads) {
+    const int64_t row = int64_t(work.seq) * p.num_heads + head0 + g, at = int64_t(work.index) * p.num_heads + head0 + g;
+    if (whole || plan.in_cluster) {
+      if (p.lse && work.split == 0) p.lse[row] = norm.lse;
+      if constexpr (C::mass) partials.total_mass[row] = total_mass(tokens);
     } else {
-      const int64_t at = int64_t(work.index) * p.num_heads + head;
-      partials.m[at] = s.m, partials.l[at] = s.l;
+      partials.m[at] = tokens.m, partials.l[at] = tokens.l;
     }
   }
 }

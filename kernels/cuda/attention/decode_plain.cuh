@@ -119,10 +119,15 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
   __shared__ SoftmaxState states[kTokenGroups];
   __shared__ float outs[kTokenGroups][256];
 
-  const int head = blockIdx.x % int(p.num_heads);
-  WorkItem work;
-  if (!find_work<kPlainThreads>(plan, p.seq_lens, blockIdx.x / int(p.num_heads), &work)) return;
-  if (head == 0 && work.split == 0 && threadIdx.x == 0) partials.splits[work.seq] = {work.index - work.split, work.num_splits};
+  const int head = blockIdx.x, item = blockIdx.z * gridDim.y + blockIdx.y;
+  __shared__ WorkItem work;
+  if (!find_work<kPlainThreads>(plan, p.seq_lens, item, work)) {
+    if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, head, 1, p.head_dim);
+    return;
+  }
+  if (head == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
+    partials.splits[work.seq] = {work.index - work.split, work.num_splits};
+  }
 
   const HeadView<Q, KV> view(p, work.seq, head);
   const int group = threadIdx.x / kTokenLanes;

@@ -36,37 +36,64 @@ inline int num_sms() {
 
 // ---------------------------------------------------------------------------------------- one path's launches
 
-// Decode, then whatever the path needs after it. `kernel` is launched with one CTA for each (item, head tile).
+// Launch attributes: the CTAs of a sequence's splits as a cluster; start while the kernel before drains (sm_90 up).
+inline cudaLaunchAttribute cluster_of(const SplitPlan& plan) {
+  cudaLaunchAttribute attribute{};
+  if (plan.in_cluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {1, unsigned(plan.fixed_splits), 1};
+  }
+  return attribute;
+}
+inline cudaLaunchAttribute overlap() {
+  cudaLaunchAttribute attribute{};
+  if (compiled_for() >= 90) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  return attribute;
+}
+
+// x: head tiles; y, and z where there are more than y can count: items.
+inline dim3 item_grid(int head_tiles, int64_t items) {
+  const int64_t layers = (items + kMaxGridRows - 1) / kMaxGridRows;
+  return dim3(unsigned(head_tiles), unsigned((items + layers - 1) / layers), unsigned(layers));
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, cudaLaunchAttribute attribute, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(unsigned(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "kernel launch");
+}
+
 struct Path {
   SplitPlan plan;
   int head_tiles, threads;
-  bool step_masses;
+  bool step_masses;  // block mass comes from the decode kernel, not from a second pass over K
 };
 
-template <typename Q, typename Kernel, typename MassKernel>
-void run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel kernel, MassKernel launch_mass) {
+inline size_t workspace_bytes(const AttentionParams& p, const Path& path) {
+  return Partials{}.lay_out(nullptr, p, path.plan.max_items(), path.step_masses);
+}
+
+// Decode with one CTA for each (item, head tile), then whatever is left to merge or to add up.
+template <typename Q, typename Kernel>
+Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel decode) {
   Partials partials{};
   partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_masses);
-  const int64_t grid = path.plan.max_items() * path.head_tiles;
-  kernel<<<dim3(unsigned(grid)), path.threads, 0, stream>>>(p, path.plan, partials);
-  check(cudaGetLastError(), "decode");
+  launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, cluster_of(path.plan), p, path.plan, partials);
 
-  if (path.plan.fixed_splits != 1) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(p.num_seqs * p.num_heads));
-    config.blockDim = dim3(128);
-    config.stream = stream;
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    config.numAttrs = compiled_for() >= 90 ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, merge_splits<Q>, p, partials), "merge_splits");
+  const int64_t merges = path.plan.fixed_splits == 1 || path.plan.in_cluster ? 0 : p.num_seqs * p.num_heads;
+  const int64_t masses = p.block_mass && path.step_masses ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
+  if (merges + masses > 0) {
+    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, overlap(), p, path.plan, partials, int(merges));
   }
-  if (p.block_mass) {
-    launch_mass(partials);
-    check(cudaGetLastError(), "block_mass");
-  }
+  return partials;
 }
 
 // ------------------------------------------------------------------------------------------ the fast path
@@ -74,7 +101,7 @@ void run(const AttentionParams& p, const Path& path, void* workspace, cudaStream
 template <class C>
 Path mma_path(const AttentionParams& p) {
   const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kTileHeads);
-  return {make_plan(p, C::tokens_per_unit, 2 * num_sms(), head_tiles), head_tiles, C::threads, true};
+  return {make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), head_tiles, compiled_for() >= 90), head_tiles, C::threads, true};
 }
 
 inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2, int bytes) {
@@ -110,30 +137,24 @@ auto with_head_dim(const AttentionParams& p, Use use) {
 
 template <class C>
 void run_mma(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const Path path = mma_path<C>(p);
-  run<typename C::Query>(p, path, workspace, stream, decode_mma<C>, [&](const Partials& partials) {
-    const int64_t cells = p.num_seqs * p.max_blocks;
-    block_mass_from_steps<<<unsigned((cells + 127) / 128), 128, 0, stream>>>(p, path.plan, partials);
-  });
+  run<typename C::Query>(p, mma_path<C>(p), workspace, stream, decode_mma<C>);
 }
 
 // ----------------------------------------------------------------------------------------- the plain path
 
 inline Path plain_path(const AttentionParams& p) {
   // 16 CTAs of 128 threads fill an SM.
-  return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads)), int(p.num_heads), kPlainThreads, false};
+  return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads), false), int(p.num_heads), kPlainThreads, false};
 }
 
 template <typename Q, typename KV>
 void run_plain(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const Path path = plain_path(p);
-  run<Q>(p, path, workspace, stream, decode_plain<Q, KV>, [&](const Partials& partials) {
+  const Partials partials = run<Q>(p, path, workspace, stream, decode_plain<Q, KV>);
+  if (p.block_mass && p.num_seqs * p.max_blocks > 0) {
     block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
-  });
-}
-
-inline size_t workspace_bytes(const AttentionParams& p, const Path& path) {
-  return Partials{}.lay_out(nullptr, p, path.plan.max_items(), path.step_masses);
+    check(cudaGetLastError(), "block_mass");
+  }
 }
 
 }  // namespace pagedkv::attention

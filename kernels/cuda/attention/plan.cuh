@@ -3,15 +3,20 @@
 // The host knows shapes only; lengths are on the device. The unit of work is `tokens_per_unit` tokens of one
 // sequence. A sequence of u units is cut in ceil(u / c) splits of nearly equal size, and c is chosen on the
 // device so that all the splits together number at most num_seqs + target: the grid has that many rows,
-// whatever the lengths turn out to be. Every CTA derives the same plan from seq_lens (about a microsecond,
-// hidden behind its neighbour on the SM), so there is no planning launch and no read-back.
+// whatever the lengths turn out to be. Every CTA derives the same plan from seq_lens, in about a microsecond, so
+// there is no planning launch and no read-back.
 //
-//   equal lengths          c = the whole sequence: one split each, no merge
-//   one long among short   the long one gets most of the splits
-//   a single sequence      as many splits as fill the device
+// `target` aims at one wave: CTAs that end early leave their bandwidth to the others, so unequal lengths need no
+// cutting until one of them is a fortieth of all the work; a second wave of leftovers would cost more.
 //
-// Where shapes alone settle it (one sequence, or a table so short that balance cannot matter),
-// `fixed_splits` says so and the lengths of the others are not read.
+//   equal lengths, many    one split each, no merge
+//   one long among short   the long one is cut, the others are not
+//   few sequences          as many splits as fill the device
+//
+// Where shapes alone settle it (one sequence, or a table so short that balance cannot matter), every sequence is
+// cut in `fixed_splits` and the lengths of the others are not read; splits that a sequence is too short for
+// leave an empty state. With short tables on sm_90 up, the splits of a sequence form a thread block
+// cluster and merge in shared memory: no workspace, no second launch.
 #pragma once
 
 #include <climits>
@@ -21,6 +26,8 @@
 
 namespace pagedkv::attention {
 
+constexpr int kMaxGridRows = 65535;
+constexpr int kMaxCluster = 8;   // CTAs, the portable limit
 constexpr int kStepTokens = 16;  // the fast kernels' inner step; unit sizes are multiples of it
 
 struct SplitPlan {
@@ -30,6 +37,7 @@ struct SplitPlan {
   int tokens_per_unit;
   int target;
   int fixed_splits;  // 0: planned on the device
+  bool in_cluster;   // the fixed splits of a sequence merge within a cluster
 
   __host__ __device__ int64_t max_items() const {
     return fixed_splits ? int64_t(num_seqs) * fixed_splits : int64_t(num_seqs) + target;
@@ -64,11 +72,12 @@ __device__ inline int num_units(TokenRange r, int tokens_per_unit) {
 }
 
 __device__ inline WorkItem make_item(const SplitPlan& plan, TokenRange r, int seq, int split, int num_splits, int index) {
-  const int64_t units = num_units(r, plan.tokens_per_unit);
+  const int units = num_units(r, plan.tokens_per_unit);
+  const int each = units / num_splits, extra = units % num_splits;  // the first `extra` splits have one more
   const int base = r.begin / kStepTokens * kStepTokens;
-  const int64_t first = base + units * split / num_splits * plan.tokens_per_unit;
-  const int64_t last = base + units * (split + 1) / num_splits * plan.tokens_per_unit;
-  return {seq, split, num_splits, index, int(first > r.begin ? first : r.begin), int(last < r.end ? last : r.end), r.bad};
+  const int first = base + (each * split + min(split, extra)) * plan.tokens_per_unit;
+  const int64_t last = first + int64_t(each + (split < extra)) * plan.tokens_per_unit;
+  return {seq, split, num_splits, index, max(first, r.begin), int(min(last, int64_t(r.end))), r.bad};
 }
 
 // Inclusive sum over the CTA's threads; `warp_sums` is shared scratch of kThreads / 32 ints.
@@ -91,72 +100,80 @@ __device__ inline int block_inclusive_sum(int value, int* warp_sums) {
 
 }  // namespace detail
 
-// The work of item `index`, the same for all the threads of the CTA; false: nothing (the CTA exits).
+// The work of item `index`, left in shared memory by all the threads of the CTA; false: nothing to do.
 template <int kThreads>
-__device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens, int index, WorkItem* work) {
+__device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens, int index, WorkItem& work) {
   using namespace detail;
+  if (index >= plan.max_items()) return false;
   if (plan.fixed_splits) {
     const int seq = index / plan.fixed_splits, split = index % plan.fixed_splits;
     const TokenRange r = attended_tokens(seq_lens[seq], plan.capacity, plan.window);
     const int units = num_units(r, plan.tokens_per_unit);
     const int num_splits = units < 1 ? 1 : units < plan.fixed_splits ? units : plan.fixed_splits;
-    if (split >= num_splits) return false;
-    *work = make_item(plan, r, seq, split, num_splits, index);
-    return true;
+    if (threadIdx.x == 0) {
+      work = split < num_splits ? make_item(plan, r, seq, split, num_splits, index) : WorkItem{seq, split, 0, index, 0, 0, false};
+      work.num_splits = plan.fixed_splits;  // of states to merge
+    }
+    __syncthreads();
+    return split < num_splits;
   }
 
   __shared__ int warp_sums[kThreads / 32];
   __shared__ int total;
-  __shared__ WorkItem found;
   // Each thread owns a run of consecutive sequences, so that an ordered sum over threads is one over sequences.
   const int run = ceil_div(plan.num_seqs, kThreads);
   const int seq_begin = min(int(threadIdx.x) * run, plan.num_seqs), seq_end = min(seq_begin + run, plan.num_seqs);
-  int units = 0;
-  for (int s = seq_begin; s < seq_end; ++s) units += num_units(attended_tokens(seq_lens[s], plan.capacity, plan.window), plan.tokens_per_unit);
+  auto units_of = [&](int s) { return num_units(attended_tokens(seq_lens[s], plan.capacity, plan.window), plan.tokens_per_unit); };
+  const int first_units = seq_begin < seq_end ? units_of(seq_begin) : 0;  // all there is, up to kThreads sequences
+  int units = first_units;
+#pragma unroll 1  // code that runs once is paid for in instruction fetches
+  for (int s = seq_begin + 1; s < seq_end; ++s) units += units_of(s);
   const int units_up_to_here = block_inclusive_sum<kThreads>(units, warp_sums);
   if (threadIdx.x == kThreads - 1) total = units_up_to_here;
-  if (threadIdx.x == 0) found.num_splits = 0;
+  if (threadIdx.x == 0) work.num_splits = 0;
   __syncthreads();
   const int units_per_split = max(1, ceil_div(total, plan.target));
 
   auto splits_of = [&](int units) { return max(1, ceil_div(units, units_per_split)); };
-  int splits = 0;
-  for (int s = seq_begin; s < seq_end; ++s) {
-    splits += splits_of(num_units(attended_tokens(seq_lens[s], plan.capacity, plan.window), plan.tokens_per_unit));
-  }
+  int splits = seq_begin < seq_end ? splits_of(first_units) : 0;
+#pragma unroll 1
+  for (int s = seq_begin + 1; s < seq_end; ++s) splits += splits_of(units_of(s));
   int first = block_inclusive_sum<kThreads>(splits, warp_sums) - splits;
   if (index >= first && index < first + splits) {
+#pragma unroll 1
     for (int s = seq_begin; s < seq_end; ++s) {
       const TokenRange r = attended_tokens(seq_lens[s], plan.capacity, plan.window);
       const int num_splits = splits_of(num_units(r, plan.tokens_per_unit));
       if (index < first + num_splits) {
-        found = make_item(plan, r, s, index - first, num_splits, index);
+        work = make_item(plan, r, s, index - first, num_splits, index);
         break;
       }
       first += num_splits;
     }
   }
   __syncthreads();
-  if (found.num_splits == 0) return false;
-  *work = found;
-  return true;
+  return work.num_splits > 0;
 }
 
-// From shapes alone. `slots`: CTAs that fill the device; `ctas_per_item`: how many share one item (one for
-// each head tile).
-inline SplitPlan make_plan(const AttentionParams& p, int tokens_per_unit, int slots, int ctas_per_item) {
+// From shapes alone. `slots`: CTAs that fill the device; `ctas_per_item`: how many share one item (one for each head
+// tile); `clusters`: whether the device has them.
+inline SplitPlan make_plan(const AttentionParams& p, int tokens_per_unit, int slots, int ctas_per_item, bool clusters) {
+  constexpr int kShortTable = 1024;  // tokens: cannot be unbalanced enough to pay for planning
   const int64_t capacity = p.max_blocks * p.block_size;
   const int n = int(p.num_seqs);
-  SplitPlan plan{n, int(capacity < INT_MAX ? capacity : INT_MAX), int(p.sliding_window < INT_MAX ? p.sliding_window : INT_MAX), tokens_per_unit, 0, 0};
+  SplitPlan plan{n, int(capacity < INT_MAX ? capacity : INT_MAX), int(p.sliding_window < INT_MAX ? p.sliding_window : INT_MAX), tokens_per_unit, 0, 0, false};
   const int fill = ceil_div(slots, ctas_per_item);
-  plan.target = n > fill ? n : fill;
-  // A table this short cannot be unbalanced enough to pay for planning: at most 8 units a sequence.
+  const int balance = ceil_div(2 * fill, 5);
+  plan.target = fill - n > balance ? fill - n : balance;
+
   int64_t longest = plan.capacity;
   if (plan.window > 0 && plan.window + kStepTokens < longest) longest = plan.window + kStepTokens;
-  const int64_t max_units = (longest + tokens_per_unit - 1) / tokens_per_unit;
-  if (n == 1 || max_units <= 8) {
-    const int64_t units_per_split = n * max_units > plan.target ? (n * max_units + plan.target - 1) / plan.target : 1;
-    const int64_t splits = (max_units + units_per_split - 1) / units_per_split;
+  if (n == 1 || longest <= kShortTable) {
+    const int64_t max_units = (longest + tokens_per_unit - 1) / tokens_per_unit;
+    int64_t splits = fill / n;
+    if (splits > max_units) splits = max_units;
+    plan.in_cluster = clusters && longest <= kShortTable && splits > 1 && n * splits <= kMaxGridRows;
+    if (plan.in_cluster && splits > kMaxCluster) splits = kMaxCluster;
     plan.fixed_splits = int(splits < 1 ? 1 : splits);
   }
   return plan;

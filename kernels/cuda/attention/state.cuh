@@ -13,14 +13,21 @@ namespace pagedkv::attention {
 // Workspace. Partial state `item` of head h: m, l at [item * num_heads + h], the unnormalised output
 // sum of 2^(logit - m) * v behind it in `acc`.
 struct Partials {
-  int2* splits;  // [num_seqs] {first item, number of splits}, written by each sequence's first CTA
+  int2* splits;  // [num_seqs] {first item, number of splits}, written by each sequence's first CTA; not in a fixed plan
   float *m, *l;  // [max_items, num_heads]
   float* acc;    // [max_items, num_heads, head_dim]
   // Only with block mass. Of each 16-token step, log2 of its sum of exponentials; and of each head, log2 of
   // the sum over all the tokens attended to, sink left out.
-  float* step_mass;   // [num_seqs, num_heads, max_steps]
-  float* total_mass;  // [num_seqs, num_heads]
+  float* step_mass;   // [num_seqs, max_steps, num_heads]
+  float* total_mass;  // [num_seqs, num_heads]; of a split sequence, written when its splits merge
   int max_steps;
+
+  // The state of a split without tokens, for `heads` heads; by all the threads of a CTA.
+  __device__ void leave_empty(int64_t item, int64_t num_heads, int head0, int heads, int64_t head_dim) const {
+    const int64_t row = item * num_heads + head0;
+    for (int h = threadIdx.x; h < heads; h += blockDim.x) m[row + h] = -INFINITY, l[row + h] = 0.f;
+    for (int i = threadIdx.x; i < heads * head_dim; i += blockDim.x) acc[row * head_dim + i] = 0.f;
+  }
 
   static constexpr size_t align(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -81,54 +88,134 @@ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); 
 
 // ------------------------------------------------------------------------------------------ kernels
 
-// Merge the splits of one (sequence, head); a sequence in one piece was finished by the decode kernel.
-// Splits merge in order, so the result does not depend on which CTA finished first.
+constexpr int kMergeThreads = 128;
+constexpr int kMergeWarps = kMergeThreads / 32;
+
+// The partial states of one sequence.
+struct SplitRange {
+  int first, count;
+};
+
+__device__ inline SplitRange splits_of(const SplitPlan& plan, const Partials& partials, int seq) {
+  if (plan.fixed_splits) return {seq * plan.fixed_splits, plan.in_cluster ? 1 : plan.fixed_splits};
+  const int2 splits = partials.splits[seq];
+  return {splits.x, splits.y};
+}
+
+// Merge the splits of one (sequence, head); a sequence in one piece was finished by the decode kernel. The order is
+// that of the splits, so the result does not depend on which CTA finished first.
 template <typename T>
-__global__ void __launch_bounds__(128) merge_splits(AttentionParams p, Partials partials) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();  // launched while the decode kernel drains
-#endif
-  const int seq = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads;
-  const int first = partials.splits[seq].x, num_splits = partials.splits[seq].y;
-  if (num_splits == 1) return;
-  const int64_t row = int64_t(first) * p.num_heads + head;
+__device__ inline void merge_splits(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int head) {
+  __shared__ SoftmaxState warp_states[kMergeWarps];
+  __shared__ float weights[kMergeThreads];
+  const SplitRange splits = splits_of(plan, partials, seq);
+  if (splits.count == 1) return;
+  const int64_t row = int64_t(splits.first) * p.num_heads + head;
 
   SoftmaxState tokens;
-  for (int s = 0; s < num_splits; ++s) {
-    const int64_t at = row + int64_t(s) * p.num_heads;
-    tokens = merge(tokens, {partials.m[at], partials.l[at]});
+  for (int s = threadIdx.x; s < splits.count; s += kMergeThreads) {
+    tokens = merge(tokens, {partials.m[row + s * p.num_heads], partials.l[row + s * p.num_heads]});
   }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
+    tokens = threadIdx.x & d ? merge(other, tokens) : merge(tokens, other);
+  }
+  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = tokens;
+  __syncthreads();
+  tokens = warp_states[0];
+#pragma unroll
+  for (int w = 1; w < kMergeWarps; ++w) tokens = merge(tokens, warp_states[w]);
   const Normaliser norm = normaliser(tokens, p.sinks, head);
-  for (int d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
-    float sum = 0.f;
-    for (int s = 0; s < num_splits; ++s) {
-      const int64_t at = row + int64_t(s) * p.num_heads;
-      sum += partials.acc[at * p.head_dim + d] * rescale(partials.m[at], tokens.m);
+
+  // A warp takes every fourth split, a lane four dims (and four more where head_dim exceeds 128).
+  __shared__ float4 warp_sums[kMergeWarps][2][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float4 sums[2] = {};
+  for (int base = 0; base < splits.count; base += kMergeThreads) {
+    const int count = min(kMergeThreads, splits.count - base);
+    __syncthreads();
+    if (threadIdx.x < count) weights[threadIdx.x] = rescale(partials.m[row + (base + threadIdx.x) * p.num_heads], tokens.m);
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int d = 4 * (lane + 32 * r);
+      if (d >= p.head_dim) break;
+#pragma unroll 8
+      for (int s = warp; s < count; s += kMergeWarps) {
+        const float4 a = *reinterpret_cast<const float4*>(partials.acc + (row + (base + s) * p.num_heads) * p.head_dim + d);
+        sums[r].x += weights[s] * a.x, sums[r].y += weights[s] * a.y, sums[r].z += weights[s] * a.z, sums[r].w += weights[s] * a.w;
+      }
     }
-    static_cast<T*>(p.out)[(int64_t(seq) * p.num_heads + head) * p.head_dim + d] = from_float<T>(sum * norm.factor);
+  }
+  warp_sums[warp][0][lane] = sums[0], warp_sums[warp][1][lane] = sums[1];
+  __syncthreads();
+  const int64_t out_row = int64_t(seq) * p.num_heads + head;
+  for (int d = threadIdx.x; d < p.head_dim; d += kMergeThreads) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; ++w) sum += reinterpret_cast<const float*>(warp_sums[w])[d];
+    static_cast<T*>(p.out)[out_row * p.head_dim + d] = from_float<T>(sum * norm.factor);
   }
   if (threadIdx.x == 0) {
-    if (p.lse) p.lse[int64_t(seq) * p.num_heads + head] = norm.lse;
-    if (p.block_mass) partials.total_mass[int64_t(seq) * p.num_heads + head] = total_mass(tokens);
+    if (p.lse) p.lse[out_row] = norm.lse;
+    if (p.block_mass) partials.total_mass[out_row] = total_mass(tokens);
   }
 }
 
-// block_mass from what the fast kernel left for each 16-token step: a thread adds up one logical block over heads.
-__global__ void __launch_bounds__(128) block_mass_from_steps(AttentionParams p, SplitPlan plan, Partials partials) {
-  const int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= p.num_seqs * p.max_blocks) return;
-  const int seq = int(at / p.max_blocks), block = int(at % p.max_blocks);
+constexpr int kMassBlocks = 32;  // logical blocks that a CTA adds up
+
+// block_mass from what the fast kernel left for each 16-token step. A warp takes a logical block, a lane a head.
+__device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int first_block) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const TokenRange r = attended_tokens(p.seq_lens[seq], plan.capacity, plan.window);
-  const float* total = partials.total_mass + int64_t(seq) * p.num_heads;
+  const SplitRange splits = splits_of(plan, partials, seq);
   const int steps_per_block = int(p.block_size) / kStepTokens;
-  const int begin = max(block * steps_per_block, r.begin / kStepTokens);
-  const int end = min((block + 1) * steps_per_block, ceil_div(r.end, kStepTokens));
-  float mass = 0.f;
-  for (int h = 0; h < p.num_heads; ++h) {
-    const float* steps = partials.step_mass + (int64_t(seq) * p.num_heads + h) * partials.max_steps;
-    for (int s = begin; s < end; ++s) mass += exp2f(steps[s] - total[h]);
+  float mass[kMassBlocks / kMergeWarps] = {};
+  bool bad = r.bad;
+  for (int head = lane; head < p.num_heads; head += 32) {
+    float total;
+    if (splits.count == 1) {
+      total = partials.total_mass[int64_t(seq) * p.num_heads + head];
+    } else {
+      SoftmaxState tokens;
+#pragma unroll 4
+      for (int s = 0; s < splits.count; ++s) {
+        const int64_t at = int64_t(splits.first + s) * p.num_heads + head;
+        tokens = merge(tokens, {partials.m[at], partials.l[at]});
+      }
+      total = total_mass(tokens);
+    }
+    bad = bad || total == INFINITY;
+#pragma unroll
+    for (int i = 0; i < kMassBlocks / kMergeWarps; ++i) {
+      const int block = first_block + warp + i * kMergeWarps;
+      const int begin = max(block * steps_per_block, r.begin / kStepTokens);
+      const int end = min((block + 1) * steps_per_block, ceil_div(r.end, kStepTokens));
+      const float* step_mass = partials.step_mass + int64_t(seq) * partials.max_steps * p.num_heads + head;
+      for (int s = begin; s < end; ++s) mass[i] += exp2f(step_mass[s * p.num_heads] - total);
+    }
   }
-  p.block_mass[at] = r.bad || total[0] == INFINITY ? NAN : mass / float(p.num_heads);
+  bad = __any_sync(~0u, bad);
+#pragma unroll
+  for (int i = 0; i < kMassBlocks / kMergeWarps; ++i) {
+    const int block = first_block + warp + i * kMergeWarps;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], d);
+    if (lane == 0 && block < p.max_blocks) p.block_mass[int64_t(seq) * p.max_blocks + block] = bad ? NAN : mass[i] / float(p.num_heads);
+  }
+}
+
+// What is left after the decode kernel, in one launch: the first `merges` CTAs merge splits, the rest add up block mass.
+template <typename T>
+__global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, SplitPlan plan, Partials partials, int merges) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();  // launched while the decode kernel drains
+#endif
+  const int cta = blockIdx.x;
+  if (cta < merges) return merge_splits<T>(p, plan, partials, cta / int(p.num_heads), cta % int(p.num_heads));
+  const int ctas_per_seq = ceil_div(int(p.max_blocks), kMassBlocks);
+  mass_of_blocks(p, plan, partials, (cta - merges) / ctas_per_seq, (cta - merges) % ctas_per_seq * kMassBlocks);
 }
 
 }  // namespace pagedkv::attention
