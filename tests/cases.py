@@ -72,8 +72,12 @@ class Decode:
         return op(*self.arguments, **self.options, return_lse=True, return_block_mass=True)
 
     def yardstick(self):
+        return self.yardstick_in(self.q.dtype)
+
+    def yardstick_in(self, dtype: torch.dtype):
+        """The same computation by PyTorch in a dtype."""
         cache = (self.k_cache, self.k_scale, self.v_cache, self.v_scale)
-        return reference.attention_like_pytorch(self.q, *cache, self.block_tables, self.seq_lens, self.sm_scale, **self.options)
+        return reference.attention_like_pytorch(self.q.to(dtype), *cache, self.block_tables, self.seq_lens, self.sm_scale, **self.options)
 
     def check(self) -> None:
         """All three results are within the tolerance of the contract."""

@@ -22,8 +22,11 @@ def backend(request):
     """The compiled kernels of each device, and the plain PyTorch that stands in where no compiler is found."""
     device_type, _, kind = request.param.partition("-")
     if kind == "pytorch":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors this small only make threads wait for each other
         with registry.plain_pytorch():
             yield request.param
+        torch.set_num_threads(threads)
         return
     missing = build.missing_tool(device_type)
     if missing or os.environ.get("PAGEDKV_BACKEND") == "pytorch":

@@ -46,7 +46,7 @@ def attention_like_pytorch(
     def tokens(cache, scale, ids, first, length):
         x = cache[ids]
         if scale is not None:
-            x = x.float() * (scale[ids] if scale.dim() == 3 else scale[ids][:, None])[..., None]
+            x = x.to(torch.promote_types(q.dtype, torch.float32)) * (scale[ids] if scale.dim() == 3 else scale[ids][:, None])[..., None]
         x = x.flatten(0, 1)[first:length].to(q.dtype)
         return x.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(0, 1)  # [num_heads, tokens, head_dim]
 
