@@ -48,6 +48,25 @@ ScaleStrides scale_strides(const Tensor& s) {
 
 // ---------------------------------------------------------------------------------------- attention
 
+// What every kernel that walks a paged cache is told of it.
+pagedkv::AttentionParams paged_params(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+                                      const Tensor& seq_lens) {
+  pagedkv::AttentionParams p{};
+  p.q = q.const_data_ptr();
+  p.q_dtype = dtype_of(q);
+  p.q_stride_seq = q.stride(0), p.q_stride_head = q.stride(1);
+  p.k_cache = k_cache.const_data_ptr(), p.v_cache = v_cache.const_data_ptr();
+  p.cache_dtype = dtype_of(k_cache);
+  p.k_stride_block = k_cache.stride(0), p.k_stride_token = k_cache.stride(1), p.k_stride_head = k_cache.stride(2);
+  p.v_stride_block = v_cache.stride(0), p.v_stride_token = v_cache.stride(1), p.v_stride_head = v_cache.stride(2);
+  p.block_tables = block_tables.const_data_ptr<int32_t>();
+  p.block_tables_stride = block_tables.stride(0);
+  p.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  p.num_seqs = q.size(0), p.num_heads = q.size(1), p.num_kv_heads = k_cache.size(2), p.head_dim = q.size(2);
+  p.num_blocks = k_cache.size(0), p.block_size = k_cache.size(1), p.max_blocks = block_tables.size(1);
+  return p;
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k_cache, const Tensor* k_scale, const Tensor& v_cache,
                                              const Tensor* v_scale, const Tensor& block_tables, const Tensor& seq_lens,
                                              double sm_scale, optional<int64_t> sliding_window, optional<double> logits_soft_cap,
@@ -58,14 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k_ca
   Tensor lse = at::empty(return_lse ? at::IntArrayRef{q.size(0), q.size(1)} : at::IntArrayRef{0}, floats);
   Tensor mass = at::empty(return_block_mass ? block_tables.sizes() : at::IntArrayRef{0}, floats);
 
-  pagedkv::AttentionParams p{};
-  p.q = q.const_data_ptr();
-  p.q_dtype = dtype_of(q);
-  p.q_stride_seq = q.stride(0), p.q_stride_head = q.stride(1);
-  p.k_cache = k_cache.const_data_ptr(), p.v_cache = v_cache.const_data_ptr();
-  p.cache_dtype = dtype_of(k_cache);
-  p.k_stride_block = k_cache.stride(0), p.k_stride_token = k_cache.stride(1), p.k_stride_head = k_cache.stride(2);
-  p.v_stride_block = v_cache.stride(0), p.v_stride_token = v_cache.stride(1), p.v_stride_head = v_cache.stride(2);
+  pagedkv::AttentionParams p = paged_params(q, k_cache, v_cache, block_tables, seq_lens);
   if (k_scale) {
     p.k_scale = k_scale->const_data_ptr<float>(), p.v_scale = v_scale->const_data_ptr<float>();
     const auto ks = scale_strides(*k_scale), vs = scale_strides(*v_scale);
@@ -73,11 +85,6 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k_ca
     p.v_scale_stride_block = vs.block, p.v_scale_stride_token = vs.token, p.v_scale_stride_head = vs.head;
     p.token_head_scales = k_scale->dim() == 3;
   }
-  p.block_tables = block_tables.const_data_ptr<int32_t>();
-  p.block_tables_stride = block_tables.stride(0);
-  p.seq_lens = seq_lens.const_data_ptr<int32_t>();
-  p.num_seqs = q.size(0), p.num_heads = q.size(1), p.num_kv_heads = k_cache.size(2), p.head_dim = q.size(2);
-  p.num_blocks = k_cache.size(0), p.block_size = k_cache.size(1), p.max_blocks = block_tables.size(1);
   p.sm_scale = static_cast<float>(sm_scale);
   p.sliding_window = sliding_window.value_or(0);
   p.logits_soft_cap = static_cast<float>(logits_soft_cap.value_or(0.0));
@@ -114,6 +121,16 @@ std::tuple<Tensor, Tensor, Tensor> paged_attention(const Tensor& q, const Tensor
   return attention(q, k_cache, nullptr, v_cache, nullptr, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap,
                    sinks, return_lse, return_block_mass);
 }
+
+#ifdef PAGEDKV_CUDA
+// The benchmarks' roof, private: K and V are read and nothing is computed. `checksum` is int32 [1].
+void paged_gather(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables, const Tensor& seq_lens,
+                  Tensor checksum) {
+  Launch launch(q);
+  pagedkv::paged_gather(paged_params(q, k_cache, v_cache, block_tables, seq_lens),
+                        reinterpret_cast<uint32_t*>(checksum.mutable_data_ptr<int32_t>()), launch.stream);
+}
+#endif
 
 std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                                   const Tensor& lse_b) {
@@ -245,4 +262,7 @@ PAGEDKV_DEFINE(PAGEDKV_LIBRARY, m) {
   m.def("dequantize_kv", &dequantize_kv);
   m.def("reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) k_scale, Tensor(c!) v_cache, Tensor(d!) v_scale, Tensor slot_mapping) -> ()", &reshape_and_cache);
   m.def("instruction_set", &instruction_set);
+#ifdef PAGEDKV_CUDA
+  m.def("paged_gather(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, Tensor(a!) checksum) -> ()", &paged_gather);
+#endif
 }

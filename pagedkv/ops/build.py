@@ -95,6 +95,7 @@ def flags(backend: str) -> dict[str, list[str]]:
         if isa not in _CPU_ISA_FLAGS:
             raise ValueError(f"PAGEDKV_CPU_ISA: expected one of {', '.join(_CPU_ISA_FLAGS)}, got {isa!r}")
         return {"extra_cflags": [*common, "-fopenmp", *_CPU_ISA_FLAGS[isa]], "extra_ldflags": ["-fopenmp"]}
+    common.append("-DPAGEDKV_CUDA")
     return {"extra_cflags": common, "extra_cuda_cflags": [*common, "-lineinfo", *cuda_arch_flags()]}
 
 
