@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagedkv.bench.attention_peers import IMPLEMENTATIONS, Absent, Implementation
 from pagedkv.bench.bandwidth import gather_roof, read_gb_per_s
-from pagedkv.bench.inputs import PagedInputs, shape
+from pagedkv.bench.inputs import PagedInputs, Shape, shape
 from pagedkv.evidence.timing import measure
 
 MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
@@ -56,7 +57,7 @@ def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes:
     Yields:
         A row for each implementation and mode: `kind` "attention", `shape`, `implementation`, `kv_dtype`, `status`
         ("measured", or "absent" with a `reason`), `mode`, `p10_us`, `p50_us`, `p90_us`, `repeats`, `bytes` of K, V and
-        scales, `gb_per_s`, `roof` and `roof_fraction` (roof time over `p50_us`), `rel_error` against float32.
+        scales, `gb_per_s`, `roof`, `roof_us` and `roof_fraction` (`roof_us` over `p50_us`), `rel_error` against float32.
 
     Raises:
         AssertionError: an output of this project is wrong. A peer's wrong output makes it absent.
@@ -75,20 +76,37 @@ def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes:
             torch.cuda.empty_cache()
 
 
+@dataclass
+class _Roof:
+    """Microseconds that reading K and V takes, by kv_dtype; others follow from the bytes of int8."""
+
+    name: str
+    times_us: dict[str, float]
+
+    def us(self, shape: Shape, kv_dtype: str) -> float:
+        if kv_dtype in self.times_us:
+            return self.times_us[kv_dtype]
+        return self.times_us["int8_block_head"] * shape.kv_bytes(kv_dtype) / shape.kv_bytes("int8_block_head")
+
+
 def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -> Iterator[dict]:
-    """Yields the rows of the gather kernel; returns, per mode, the roof's name and its rate in GB/s."""
-    calls = gather_roof(inputs, "int8_block_head")
+    """Yields the rows of the gather kernel; returns the roof of each mode."""
+    shape = inputs.shape
     roofs = {}
     for mode in modes:
-        if calls is None:
-            roofs[mode] = "read bandwidth", read_gb_per_s(bandwidth, mode)
-            continue
-        moved = inputs.shape.kv_bytes("int8_block_head")
-        times = measure(device=inputs.device, mode=mode, rotate=calls, budget_s=0.4)
-        rate = moved / times["p50_us"] / 1e3
-        roofs[mode] = "paged gather", rate
-        yield {"kind": "attention", "shape": inputs.shape.name, "implementation": "paged gather, no arithmetic", "ours": True,
-               "kv_dtype": "int8_block_head", "status": "measured", **times, "bytes": moved, "gb_per_s": rate}  # fmt: skip
+        us = shape.kv_bytes("int8_block_head") / read_gb_per_s(bandwidth, mode) / 1e3
+        roofs[mode] = _Roof("read bandwidth", {"int8_block_head": us})
+    for kv_dtype in ("int8_block_head", "float16"):
+        calls = gather_roof(inputs, kv_dtype)
+        for mode in modes if calls else ():
+            times = measure(device=inputs.device, mode=mode, rotate=calls, budget_s=2 * _BUDGET_S[inputs.device.type])
+            if roofs[mode].name != "paged gather":
+                roofs[mode] = _Roof("paged gather", {})
+            roofs[mode].times_us[kv_dtype] = times["p50_us"]
+            moved = shape.kv_bytes("int8") * (2 if kv_dtype == "float16" else 1)
+            yield {"kind": "attention", "shape": shape.name, "implementation": "paged gather, no arithmetic", "ours": True, "kv_dtype": kv_dtype,
+                   "status": "measured", **times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3}  # fmt: skip
+    inputs.forget()
     return roofs
 
 
@@ -113,10 +131,10 @@ def _implementation_rows(implementation: Implementation, inputs: PagedInputs, wa
         yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
     else:
         for times in measured:
-            roof, roof_gb_per_s = roofs[times["mode"]]
-            rate = moved / times["p50_us"] / 1e3
-            yield row | {"status": "measured", **times, "bytes": moved, "gb_per_s": rate, "roof": roof,
-                         "roof_fraction": rate / roof_gb_per_s, "rel_error": rel_error}  # fmt: skip
+            roof = roofs[times["mode"]]
+            roof_us = roof.us(inputs.shape, implementation.kv_dtype)
+            yield row | {"status": "measured", **times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3, "roof": roof.name,
+                         "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": rel_error}  # fmt: skip
 
 
 def _rel_error(got: Tensor, want: Tensor) -> float:
@@ -139,8 +157,8 @@ _RATIOS = {
 def derived_rows(rows: list[dict]) -> Iterator[dict]:
     """Ratios within one run, from its rows: `kind` "derived", `shape`, `mode`, `quantity`, `value`, `peer`.
 
-    `token_head_cost`: p50 with token-head over p50 with block-head scales, beyond the ratio of their bytes. A ratio whose
-    peers are all absent is a row with `status` "absent".
+    `token_head_cost`: p50 with token-head over p50 with block-head scales, beyond the ratio of their bytes. `block_mass_cost`:
+    p50 with block mass over p50 without, and `extra_us`. A ratio whose peers are all absent is a row with `status` "absent".
     """
     attention = [r for r in rows if r.get("kind") == "attention"]
     measured = [r for r in attention if r["status"] == "measured"]
@@ -161,3 +179,7 @@ def derived_rows(rows: list[dict]) -> Iterator[dict]:
                 block, token = ours["int8_block_head"], ours["int8_token_head"]
                 cost = token["p50_us"] / block["p50_us"] / (token["bytes"] / block["bytes"])
                 yield row | {"quantity": "token_head_cost", "status": "measured", "value": cost, "peer": "pagedkv (int8_block_head)"}
+            for with_mass in (r for r in here if r["implementation"] == "pagedkv, block mass" and r["kv_dtype"] in ours):
+                bare = ours[with_mass["kv_dtype"]]
+                cost = {"value": with_mass["p50_us"] / bare["p50_us"], "extra_us": with_mass["p50_us"] - bare["p50_us"]}
+                yield row | {"quantity": "block_mass_cost", "status": "measured", **cost, "peer": f"pagedkv ({bare['kv_dtype']})"}

@@ -49,6 +49,15 @@ def _pagedkv(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
     return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
 
 
+def _pagedkv_block_mass(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+    cache = inputs.cache(kv_dtype)
+
+    def call(q: Tensor, table: Tensor) -> Call:
+        return lambda: pagedkv.quant_paged_attention(q, *cache, table, inputs.seq_lens, inputs.sm_scale, return_block_mass=True)[0]
+
+    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
+
+
 # ------------------------------------------------------------------------------------------- PyTorch
 
 
@@ -146,6 +155,7 @@ IMPLEMENTATIONS = (
     Implementation("pagedkv", "int8_block_head", _pagedkv, ours=True),
     Implementation("pagedkv", "int8_token_head", _pagedkv, ours=True),
     Implementation("pagedkv", "float16", _pagedkv, ours=True),
+    Implementation("pagedkv, block mass", "int8_block_head", _pagedkv_block_mass, ours=True),
     Implementation("gather + expand + SDPA", "float16", _gather_expand_sdpa),
     Implementation("SDPA enable_gqa, dense", "float32", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
     Implementation("SDPA enable_gqa, dense", "bfloat16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),

@@ -48,8 +48,30 @@ def read_gb_per_s(rows: list[dict], mode: str) -> float:
 
 
 def gather_roof(inputs: PagedInputs, kv_dtype: str) -> list[Callable[[], object]] | None:
-    """Calls (one a rotation) that read the pages of `inputs` and compute nothing, or None where no kernel does that.
+    """Calls (one a rotation) that read K and V of `inputs` page by page and compute nothing, or None where no kernel does that.
 
-    The true roof of a paged kernel: it pays for the block table and for the scattered pages, not for arithmetic.
+    The true roof of a paged kernel: it pays for the block table and for the scattered pages, not for arithmetic. The kernel
+    is kernels/cuda/paged_gather.cu; it serves the shapes of the fast decode path, on sm_80 up. A call returns the checksum that
+    all of them share: int32 `[1]`, to which it adds the exclusive or of the words read.
     """
-    return None
+    if inputs.device.type != "cuda" or not hasattr(torch.ops.pagedkv_cuda, "paged_gather"):
+        return None
+    cache = inputs.cache(kv_dtype)
+    k_cache, v_cache = cache[0], cache[-2 if len(cache) == 4 else -1]
+    checksum = torch.zeros(1, dtype=torch.int32, device=inputs.device)
+
+    def call(q: Tensor, table: Tensor) -> Callable[[], object]:
+        def run() -> Tensor:
+            torch.ops.pagedkv_cuda.paged_gather(q, k_cache, v_cache, table, inputs.seq_lens, checksum)
+            return checksum
+
+        return run
+
+    calls = [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
+    try:
+        calls[0]()
+    except RuntimeError as error:
+        if "paged_gather" not in str(error):
+            raise
+        return None  # it says so of the shapes and architectures that it does not serve
+    return calls

@@ -51,14 +51,14 @@ class Shape:
         return sum(math.ceil(n / self.block_size) for n in self.seq_lens)
 
     def kv_bytes(self, kv_dtype: str) -> int:
-        """Bytes of K, V and scales that one step has to read; `kv_dtype` as in `PagedInputs.cache`."""
+        """Bytes of K, V and scales that one step has to read; `kv_dtype` as in `PagedInputs.cache`, or `int8`: no scales."""
         tokens = sum(self.seq_lens)
         values = 2 * tokens * self.num_kv_heads * self.head_dim
         if kv_dtype == "int8_block_head":
             return values + 2 * self.num_blocks * self.num_kv_heads * 4
         if kv_dtype == "int8_token_head":
             return values + 2 * tokens * self.num_kv_heads * 4
-        return values * {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}[kv_dtype]
+        return values * {"int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}[kv_dtype]
 
 
 def shape(name: str) -> Shape:

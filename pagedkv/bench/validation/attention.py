@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.bench.bandwidth import gather_roof
+from pagedkv.bench.inputs import PagedInputs, shape
 from pagedkv.bench.validation import oracle
 from pagedkv.bench.validation.attention_cases import CASES, Case, huge_pool, problem, sweep
 from pagedkv.bench.validation.judge import Check, max_error, tolerance, worst
@@ -38,6 +41,7 @@ def checks(device: torch.device, quick: bool) -> Iterator[Check]:
     if device.type == "cuda":
         yield from _graph(device, quick)
         yield from _second_device(device)
+        yield from _gather(device)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -159,3 +163,22 @@ def _second_device(device: torch.device) -> Iterator[Check]:
     for cache in ("int8_block_head", "float16"):
         p = problem(second, torch.float16, cache)
         yield from _judge(p, case, cache, p.reference(), "pagedkv.reference")
+
+
+def _gather(device: torch.device) -> Iterator[Check]:
+    """The roof of the benchmarks reads every byte: its checksum is the exclusive or of all the words of K and V."""
+    for kv_dtype in ("int8_block_head", "float16"):
+        for name in ("3x512", "2x1040", "2x256_d64"):  # whole steps of 16 tokens, which is what it reads
+            inputs = PagedInputs(shape(name), device, num_rotations=1)
+            calls = gather_roof(inputs, kv_dtype)
+            if calls is None:
+                yield Check("paged_gather", f"checksum, {name}", kv_dtype, "", 0.0, 0.0, reason="no gather kernel here", absent=True)
+                continue
+            checksum = calls[0]()
+            checksum.zero_()
+            calls[0]()
+            cache, words = inputs.cache(kv_dtype), np.int32(0)
+            for pool in (cache[0], cache[2 if len(cache) == 4 else 1]):
+                blocks = pool[inputs.block_tables[0].long().flatten()].cpu()
+                words ^= np.bitwise_xor.reduce(blocks.contiguous().view(torch.int32).numpy(), axis=None)
+            yield Check("paged_gather", f"checksum, {name}", kv_dtype, "", float(int(checksum) != int(words)), 0.0, "NumPy")
