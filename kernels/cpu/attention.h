@@ -7,14 +7,15 @@
 //
 // A tile kernel offers:
 //   Cache                       the cache's element type
-//   kHeads                      query heads that it takes at a time, all of one GQA group
 //   kQuantised                  whether the cache comes with scales
 //   Kernel(params)              allocates what an item needs
 //   load_query(seq, begin, end) reads the query heads [begin, end)
-//   load_tile(tile, kv_head)    reads the tile's K and V of a KV head
-//   logits(head, n, out)        out[i][t] = q[head + i] . k[t], K's scale left out
-//   accumulate(n, weights, factors, acc, stride)  acc[i] = acc[i] * factors[i] + sum over t of weights[i][t] * v[t]
+//   logits(tile, kv, out, ahead)
+//                               out[i][t] = q[i] . k[t] for the query heads i of a KV head, K's scale left out
+//   accumulate(tile, kv, weights, factors, acc, stride, ahead)
+//                               acc[i] = acc[i] * factors[i] + sum over t of weights[i][t] * v[t], V's scale left out
 //   finish(acc)                 puts a row of acc into the order of the head dimension
+// Both products call ahead.fetch from their inner loops.
 #pragma once
 
 #include <algorithm>
@@ -58,21 +59,47 @@ struct Tile {
   }
 };
 
-// Asks for the K and V of some tokens, all heads, ahead of time: the tile after this one, while this one is worked on.
+// Asks for the K and V of a tile ahead of time, cache line by cache line in memory order, while the tile before it
+// is worked on. Kernels call `fetch` from their inner loops: a burst would fill the core's miss buffers and stall it.
 template <class Cache>
-void prefetch(const AttentionParams& p, const Tile& tile, int begin, int end) {
-  const int64_t row_bytes = p.head_dim * sizeof(Cache);
-  const auto fetch = [&](const void* cache, int64_t row, int64_t stride_head) {
-    for (int64_t h = 0; h < p.num_kv_heads; ++h) {
-      const char* bytes = reinterpret_cast<const char*>(static_cast<const Cache*>(cache) + row + h * stride_head);
-      for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(bytes + b, 0, 2);
-    }
-  };
-  for (int t = begin; t < end; ++t) {
-    fetch(p.k_cache, tile.k_row[t], p.k_stride_head);
-    fetch(p.v_cache, tile.v_row[t], p.v_stride_head);
+class Prefetcher {
+ public:
+  Prefetcher(const AttentionParams& p, const Tile& tile, int64_t kv_begin, int64_t kv_end) : p_(p), tile_(tile), kv_begin_(kv_begin) {
+    // Heads that lie side by side make one segment.
+    const int64_t heads = kv_end - kv_begin;
+    const bool dense = p.k_stride_head == p.head_dim && p.v_stride_head == p.head_dim;
+    heads_per_segment_ = dense ? heads : 1;
+    segments_per_token_ = 2 * (heads / heads_per_segment_);
+    segments_left_ = tile.count * segments_per_token_ + 1;
+    advance();
   }
-}
+
+  void fetch(int64_t lines) {
+    for (; lines > 0 && segments_left_ > 0; --lines) {
+      __builtin_prefetch(next_, 0, 2);  // into L2: L1 has no room for a tile of all heads
+      next_ += kLine;
+      if (next_ >= stop_) advance();
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  void advance() {
+    if (--segments_left_ == 0) return;
+    const int64_t index = segment_++;
+    const int64_t t = index / segments_per_token_, head = kv_begin_ + index % segments_per_token_ / 2;
+    const Cache* row = index % 2 == 0 ? static_cast<const Cache*>(p_.k_cache) + tile_.k_row[t] + head * p_.k_stride_head
+                                      : static_cast<const Cache*>(p_.v_cache) + tile_.v_row[t] + head * p_.v_stride_head;
+    next_ = reinterpret_cast<const char*>(row);
+    stop_ = next_ + heads_per_segment_ * p_.head_dim * static_cast<int64_t>(sizeof(Cache));
+  }
+
+  const AttentionParams& p_;
+  const Tile& tile_;
+  int64_t kv_begin_, heads_per_segment_, segments_per_token_, segments_left_, segment_ = 0;
+  const char *next_ = nullptr, *stop_ = nullptr;
+};
 
 // A row of q as float32.
 inline void load_query_row(const AttentionParams& p, int64_t seq, int64_t head, float* row) {
@@ -100,7 +127,7 @@ inline float online_softmax(const AttentionParams& p, const Tile& tile, const fl
     lane_max = max(load(row + t), lane_max);
   }
   const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
-  const float factor = rescale(state.m, m);
+  const float factor = m == state.m ? 1.0f : rescale(state.m, m);
   const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest), reference = broadcast(-m);
   Floats lane_sum = broadcast(0.0f);
   for (int t = 0; t < tile.padded(); t += kLanes) {
@@ -145,7 +172,7 @@ class AttentionItem {
 
  public:
   AttentionItem(const AttentionParams& p, const AttentionPlan& plan, const PartialResults& partial)
-      : p_(p), plan_(plan), partial_(partial), kernel_(p), group_(p.num_heads / p.num_kv_heads) {}
+      : p_(p), plan_(plan), partial_(partial), kernel_(p), group_(p.num_heads / p.num_kv_heads), weights_(group_ * kTile), factors_(group_) {}
 
   void run(int64_t seq, int64_t split, int64_t head_part) {
     const SequenceRange& range = plan_.sequences[seq];
@@ -169,19 +196,15 @@ class AttentionItem {
     while (tile.count > 0) {
       const int64_t next_first = tile.first + tile.count;
       next = next_first < end ? Tile(p_, seq, next_first, end) : Tile();
-      for (int64_t kv = kv_begin; kv < kv_end; ++kv) {
-        const int64_t done = kv - kv_begin, heads = kv_end - kv_begin;
-        prefetch<Cache>(p_, next, next.count * done / heads, next.count * (done + 1) / heads);
-        attend(tile, seq, slot, kv, begin);
-      }
+      Prefetcher<Cache> ahead(p_, next, kv_begin, kv_end);
+      for (int64_t kv = kv_begin; kv < kv_end; ++kv) attend(tile, seq, slot, kv, begin, ahead);
       tile = next;
     }
     for (int64_t h = kv_begin * group_; h < kv_end * group_; ++h) kernel_.finish(partial_.acc_row(slot, h));
   }
 
  private:
-  void attend(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t split_begin) {
-    kernel_.load_tile(tile, kv);
+  void attend(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t split_begin, Prefetcher<Cache>& ahead) {
     alignas(64) float k_scale[kTile], v_scale[kTile];
     if constexpr (Kernel::kQuantised) {
       for (int t = 0; t < tile.padded(); ++t) {
@@ -189,27 +212,26 @@ class AttentionItem {
         v_scale[t] = p_.v_scale[tile.v_scale[t] + kv * p_.v_scale_stride_head];
       }
     }
-    for (int64_t head = kv * group_; head < (kv + 1) * group_; head += Kernel::kHeads) {
-      const int n = static_cast<int>(std::min<int64_t>(Kernel::kHeads, (kv + 1) * group_ - head));
-      alignas(64) float weights[Kernel::kHeads][kTile];
-      float factors[Kernel::kHeads];
-      kernel_.logits(head, n, weights);
-      for (int i = 0; i < n; ++i) {
-        factors[i] = online_softmax(p_, tile, Kernel::kQuantised ? k_scale : nullptr, weights[i], partial_.state(slot, head + i));
-        if (partial_.block_sums) add_block_sums(p_, tile, split_begin, weights[i], factors[i], partial_.block_row(seq, head + i));
-        if constexpr (Kernel::kQuantised) {
-          for (int t = 0; t < tile.padded(); ++t) weights[i][t] *= v_scale[t];
-        }
+    const int64_t first = kv * group_;
+    kernel_.logits(tile, kv, weights_.data(), ahead);
+    for (int64_t i = 0; i < group_; ++i) {
+      float* row = weights_.data() + i * kTile;
+      factors_[i] = online_softmax(p_, tile, Kernel::kQuantised ? k_scale : nullptr, row, partial_.state(slot, first + i));
+      if (partial_.block_sums) add_block_sums(p_, tile, split_begin, row, factors_[i], partial_.block_row(seq, first + i));
+      if constexpr (Kernel::kQuantised) {
+        for (int t = 0; t < tile.padded(); ++t) row[t] *= v_scale[t];
       }
-      kernel_.accumulate(n, weights, factors, partial_.acc_row(slot, head), partial_.acc_stride);
     }
+    kernel_.accumulate(tile, kv, weights_.data(), factors_.data(), partial_.acc_row(slot, first), partial_.acc_stride, ahead);
   }
 
   const AttentionParams& p_;
   const AttentionPlan& plan_;
   const PartialResults& partial_;
   Kernel kernel_;
-  int64_t group_;
+  int64_t group_;               // query heads of a KV head
+  std::vector<float> weights_;  // [group, kTile]: logits, then softmax weights
+  std::vector<float> factors_;  // [group]
 };
 
 // Merges a head's splits into its output, and turns each split's m into the factor that makes its block sums a

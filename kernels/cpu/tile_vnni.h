@@ -6,9 +6,10 @@
 //
 // Layout. Both products are one loop, `multiply`: lanes are tokens for q.k and dimensions for w.v, and each
 // instruction multiplies a lane's four bytes by four digits that all lanes share. So K is transposed by groups of
-// four dimensions, and V by groups of four tokens, once a tile; the transposed tiles serve all heads of the GQA
-// group. vpdpbusd wants unsigned bytes on one side: the cache's are offset by 128, and since
-// (x + 128) . d = x . d + 128 * sum(d), the sum over d is taken off by where the accumulators start.
+// four dimensions, 16 tokens at a time, and V by groups of four tokens, 64 dimensions at a time; a transposed
+// piece serves all heads of the GQA group before it leaves the L1 cache. vpdpbusd wants unsigned bytes on one side:
+// the cache's are offset by 128, and since (x + 128) . d = x . d + 128 * sum(d), the sum over d is taken off by
+// where the accumulators start.
 #pragma once
 
 #include <immintrin.h>
@@ -23,10 +24,9 @@ template <int Digits>
 class VnniTile {
  public:
   using Cache = int8_t;
-  static constexpr int kHeads = 8 / Digits;  // 8 columns x 2 vectors of lanes: 16 of the 32 registers accumulate
   static constexpr bool kQuantised = true;
 
-  explicit VnniTile(const AttentionParams& p) : p_(p), query_(p.num_heads) {}
+  explicit VnniTile(const AttentionParams& p) : p_(p), group_(p.num_heads / p.num_kv_heads), query_(p.num_heads), weights_(group_) {}
 
   void load_query(int64_t seq, int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h) {
@@ -36,25 +36,31 @@ class VnniTile {
     }
   }
 
-  void load_tile(const Tile& tile, int64_t kv_head) {
-    tile_ = &tile;
-    transpose_keys(static_cast<const int8_t*>(p_.k_cache) + kv_head * p_.k_stride_head);
-    transpose_values(static_cast<const int8_t*>(p_.v_cache) + kv_head * p_.v_stride_head);
+  void logits(const Tile& tile, int64_t kv, float* out, Prefetcher<int8_t>& ahead) const {
+    const int8_t* k = static_cast<const int8_t*>(p_.k_cache) + kv * p_.k_stride_head;
+    alignas(64) uint8_t keys[16 * kMaxDim];
+    for (int t = 0; t < tile.padded(); t += 16) {
+      transpose_keys(tile.k_row + t, k, keys);
+      multiply<1>(keys, p_.head_dim / 4, &query_[kv * group_], ahead, [&](int64_t head, int, __m512 dot) {
+        _mm512_storeu_ps(out + head * kTile + t, dot);
+      });
+    }
   }
 
-  void logits(int64_t head, int n, float (*out)[kTile]) const {
-    multiply(n, keys_, tile_->padded() / 16, p_.head_dim / 4, &query_[head], [&](int i, int64_t group, __m512 dot) {
-      _mm512_storeu_ps(out[i] + group * 16, dot);
-    });
-  }
-
-  void accumulate(int n, const float (*weights)[kTile], const float* factors, float* acc, int64_t stride) const {
-    DigitRow<kTile> digits[kHeads];
-    for (int i = 0; i < n; ++i) digits[i].split(weights[i], tile_->padded());
-    multiply(n, values_, (p_.head_dim + 63) / 64 * 4, (tile_->count + 3) / 4, digits, [&](int i, int64_t group, __m512 sum) {
-      float* row = acc + i * stride + group * 16;
-      _mm512_storeu_ps(row, _mm512_fmadd_ps(_mm512_loadu_ps(row), _mm512_set1_ps(factors[i]), sum));
-    });
+  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher<int8_t>& ahead) {
+    const int8_t* v = static_cast<const int8_t*>(p_.v_cache) + kv * p_.v_stride_head;
+    for (int64_t i = 0; i < group_; ++i) weights_[i].split(weights + i * kTile, tile.padded());
+    const int64_t steps = (tile.count + 3) / 4;
+    alignas(64) uint8_t values[kTile * 64];
+    for (int64_t d = 0; d < p_.head_dim; d += 64) {
+      transpose_values(tile.v_row, steps, v, d, values);
+      for (int pair = 0; pair < 2; ++pair) {
+        multiply<2>(values + pair * 2 * steps * 64, steps, weights_.data(), ahead, [&](int64_t head, int lanes, __m512 sum) {
+          float* row = acc + head * stride + d + (pair * 2 + lanes) * 16;
+          _mm512_storeu_ps(row, _mm512_fmadd_ps(_mm512_loadu_ps(row), _mm512_set1_ps(factors[head]), sum));
+        });
+      }
+    }
   }
 
   // transpose_values leaves 64 dimensions as 4 vectors x 4 lanes x 4 dimensions; they belong in lanes, vectors, dimensions.
@@ -108,118 +114,111 @@ class VnniTile {
       uint32_t bits;
       const float quotient = std::max(max_abs / kLargest, 0x1p-126f);
       std::memcpy(&bits, &quotient, sizeof bits);
-      bits = (bits + 0x7fffff) & 0xff800000u;
+      bits = (bits + 0x7fffff) & 0xff800000u;  // up to the next power of two
       std::memcpy(&unit, &bits, sizeof unit);
       return unit;
     }
   };
 
-  // For each of n columns (rows of digits) and each group of 16 lanes: emit(column, group, sum over steps of a . digits, as float).
-  // `a` is [groups][steps][64 bytes], four bytes for each lane.
-  template <int N, class Emit>
-  static void multiply(int n, const uint8_t* a, int64_t groups, int64_t steps, const DigitRow<N>* columns, const Emit& emit) {
-    switch (n) {
-      case 1: return multiply_columns<1>(a, groups, steps, columns, emit);
-      case 2: return multiply_columns<2>(a, groups, steps, columns, emit);
-      case 3: return multiply_columns<3>(a, groups, steps, columns, emit);
-      default: return multiply_columns<4>(a, groups, steps, columns, emit);
+  // For each head of the group and each of `Groups` x 16 lanes: emit(head, lanes, sum over steps of a . digits, as float).
+  // `a` is [Groups][steps][64 bytes], four bytes for each lane.
+  template <int Groups, int N, class Emit>
+  void multiply(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher<int8_t>& ahead, const Emit& emit) const {
+    constexpr int kHeads = 8 / Digits;  // 8 digits x 2 groups of lanes: 16 of the 32 registers accumulate
+    for (int64_t first = 0; first < group_; first += kHeads) {
+      const auto some = [&](int64_t head, int lanes, __m512 sum) { emit(first + head, lanes, sum); };
+      switch (std::min<int64_t>(kHeads, group_ - first)) {
+        case 1: multiply_heads<1, Groups>(a, steps, rows + first, ahead, some); break;
+        case 2: multiply_heads<2, Groups>(a, steps, rows + first, ahead, some); break;
+        case 3: multiply_heads<3, Groups>(a, steps, rows + first, ahead, some); break;
+        default: multiply_heads<4, Groups>(a, steps, rows + first, ahead, some); break;
+      }
     }
   }
 
-  template <int Columns, int N, class Emit>
-  static void multiply_columns(const uint8_t* a, int64_t groups, int64_t steps, const DigitRow<N>* columns, const Emit& emit) {
-    if constexpr (Columns <= kHeads) {
-      int64_t g = 0;
-      for (; g + 2 <= groups; g += 2) multiply_groups<Columns, 2>(a + g * steps * 64, g, steps, columns, emit);
-      if (g < groups) multiply_groups<Columns, 1>(a + g * steps * 64, g, steps, columns, emit);
-    }
-  }
-
-  template <int Columns, int Groups, int N, class Emit>
-  static void multiply_groups(const uint8_t* a, int64_t first_group, int64_t steps, const DigitRow<N>* columns, const Emit& emit) {
-    __m512i sum[Columns][Digits][Groups];
-    for (int c = 0; c < Columns; ++c) {
+  template <int Heads, int Groups, int N, class Emit>
+  static void multiply_heads(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher<int8_t>& ahead, const Emit& emit) {
+    __m512i sum[Heads][Digits][Groups];
+    for (int h = 0; h < Heads; ++h) {
       for (int d = 0; d < Digits; ++d) {
-        for (int g = 0; g < Groups; ++g) sum[c][d][g] = _mm512_set1_epi32(columns[c].start[d]);
+        for (int g = 0; g < Groups; ++g) sum[h][d][g] = _mm512_set1_epi32(rows[h].start[d]);
       }
     }
     for (int64_t s = 0; s < steps; ++s) {
+      ahead.fetch(Groups);  // over both products, as many lines as the tile before had
       __m512i lanes[Groups];
       for (int g = 0; g < Groups; ++g) lanes[g] = _mm512_load_si512(a + (g * steps + s) * 64);
-      for (int c = 0; c < Columns; ++c) {
+      for (int h = 0; h < Heads; ++h) {
         for (int d = 0; d < Digits; ++d) {
           int32_t four;
-          std::memcpy(&four, columns[c].digit[d] + s * 4, sizeof four);
-          for (int g = 0; g < Groups; ++g) sum[c][d][g] = _mm512_dpbusd_epi32(sum[c][d][g], lanes[g], _mm512_set1_epi32(four));
+          std::memcpy(&four, rows[h].digit[d] + s * 4, sizeof four);
+          for (int g = 0; g < Groups; ++g) sum[h][d][g] = _mm512_dpbusd_epi32(sum[h][d][g], lanes[g], _mm512_set1_epi32(four));
         }
       }
     }
-    for (int c = 0; c < Columns; ++c) {
+    for (int h = 0; h < Heads; ++h) {
       for (int g = 0; g < Groups; ++g) {
         // Pairs of digits fit an int32: 256 * 128 * 127 * 256 < 2^31.
-        const auto pair = [&](int d) { return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum[c][d][g], 8), sum[c][d + 1][g])); };
+        const auto pair = [&](int d) { return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum[h][d][g], 8), sum[h][d + 1][g])); };
         __m512 total = pair(0);
         if constexpr (Digits == 4) total = _mm512_fmadd_ps(total, _mm512_set1_ps(65536.0f), pair(2));
-        emit(c, first_group + g, _mm512_mul_ps(total, _mm512_set1_ps(columns[c].unit)));
+        emit(h, g, _mm512_mul_ps(total, _mm512_set1_ps(rows[h].unit)));
       }
     }
   }
 
-  static __m512i offset_by_128(__m512i x) { return _mm512_xor_si512(x, _mm512_set1_epi8(-128)); }
+  // Up to 64 dimensions from d, offset by 128; nothing past the row's end is read.
+  __mmask64 dims_present(int64_t d) const { return p_.head_dim - d >= 64 ? ~0ull : (1ull << (p_.head_dim - d)) - 1; }
+  static __m512i load_row(__mmask64 present, const int8_t* row) {
+    return _mm512_xor_si512(_mm512_maskz_loadu_epi8(present, row), _mm512_set1_epi8(-128));
+  }
 
-  // Sixteen tokens at a time to keys_ [token group][dim / 4][token][4 dims].
-  void transpose_keys(const int8_t* k) {
-    for (int t = 0; t < tile_->padded(); t += 16) {
-      uint8_t* out = keys_ + t * p_.head_dim;
-      for (int64_t d = 0; d < p_.head_dim; d += 16) {
-        const bool whole = d + 16 <= p_.head_dim;
-        __m512i row[4];  // row[j]: tokens j, 4 + j, 8 + j, 12 + j in the four 128-bit lanes
-        for (int j = 0; j < 4; ++j) {
-          const auto piece = [&](int lane) {
-            const auto* bytes = reinterpret_cast<const __m128i*>(k + tile_->k_row[t + lane * 4 + j] + d);
-            return whole ? _mm_loadu_si128(bytes) : _mm_loadl_epi64(bytes);
-          };
-          const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(piece(0)), piece(1), 1);
-          const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(piece(2)), piece(3), 1);
-          row[j] = offset_by_128(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
-        }
+  // 16 tokens to keys [dim / 4][token][4 dims]: a 16 x 16 transpose of dwords for every 64 dimensions, first within
+  // 4 x 4 blocks (unpack), then of the blocks (shuffle).
+  void transpose_keys(const int64_t* rows, const int8_t* k, uint8_t* keys) const {
+    for (int64_t d = 0; d < p_.head_dim; d += 64) {
+      const __mmask64 present = dims_present(d);
+      __m512i block[4][4];  // [tokens / 4][dims / 4 % 4], lane: dims / 16
+      for (int i = 0; i < 4; ++i) {
+        __m512i row[4];
+        for (int j = 0; j < 4; ++j) row[j] = load_row(present, k + rows[i * 4 + j] + d);
         const __m512i a = _mm512_unpacklo_epi32(row[0], row[1]), b = _mm512_unpackhi_epi32(row[0], row[1]);
         const __m512i c = _mm512_unpacklo_epi32(row[2], row[3]), e = _mm512_unpackhi_epi32(row[2], row[3]);
-        uint8_t* group = out + d / 4 * 64;
-        _mm512_store_si512(group, _mm512_unpacklo_epi64(a, c));
-        _mm512_store_si512(group + 64, _mm512_unpackhi_epi64(a, c));
-        if (whole) {
-          _mm512_store_si512(group + 128, _mm512_unpacklo_epi64(b, e));
-          _mm512_store_si512(group + 192, _mm512_unpackhi_epi64(b, e));
-        }
+        block[i][0] = _mm512_unpacklo_epi64(a, c), block[i][1] = _mm512_unpackhi_epi64(a, c);
+        block[i][2] = _mm512_unpacklo_epi64(b, e), block[i][3] = _mm512_unpackhi_epi64(b, e);
+      }
+      uint8_t* out = keys + d / 4 * 64;
+      for (int j = 0; j < 4; ++j) {
+        const __m512i a = _mm512_shuffle_i32x4(block[0][j], block[1][j], 0x88), b = _mm512_shuffle_i32x4(block[0][j], block[1][j], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(block[2][j], block[3][j], 0x88), e = _mm512_shuffle_i32x4(block[2][j], block[3][j], 0xdd);
+        _mm512_store_si512(out + j * 64, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_store_si512(out + (4 + j) * 64, _mm512_shuffle_i32x4(b, e, 0x88));
+        _mm512_store_si512(out + (8 + j) * 64, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_store_si512(out + (12 + j) * 64, _mm512_shuffle_i32x4(b, e, 0xdd));
       }
     }
   }
 
-  // Four tokens at a time to values_ [dim group][token / 4][dim][4 tokens].
-  void transpose_values(const int8_t* v) {
-    const int64_t steps = (tile_->count + 3) / 4;
+  // All tokens' dimensions d .. d + 63, to values [4 groups of lanes][token / 4][16 dims][4 tokens].
+  void transpose_values(const int64_t* rows, int64_t steps, const int8_t* v, int64_t d, uint8_t* values) const {
+    const __mmask64 present = dims_present(d);
     for (int64_t s = 0; s < steps; ++s) {
-      for (int64_t d = 0; d < p_.head_dim; d += 64) {
-        const __mmask64 present = _cvtu64_mask64(p_.head_dim - d >= 64 ? ~0ull : (1ull << (p_.head_dim - d)) - 1);
-        __m512i row[4];
-        for (int j = 0; j < 4; ++j) row[j] = offset_by_128(_mm512_maskz_loadu_epi8(present, v + tile_->v_row[s * 4 + j] + d));
-        const __m512i a = _mm512_unpacklo_epi8(row[0], row[1]), b = _mm512_unpackhi_epi8(row[0], row[1]);
-        const __m512i c = _mm512_unpacklo_epi8(row[2], row[3]), e = _mm512_unpackhi_epi8(row[2], row[3]);
-        uint8_t* group = values_ + (d / 16 * steps + s) * 64;
-        _mm512_store_si512(group, _mm512_unpacklo_epi16(a, c));
-        _mm512_store_si512(group + steps * 64, _mm512_unpackhi_epi16(a, c));
-        _mm512_store_si512(group + 2 * steps * 64, _mm512_unpacklo_epi16(b, e));
-        _mm512_store_si512(group + 3 * steps * 64, _mm512_unpackhi_epi16(b, e));
-      }
+      __m512i row[4];
+      for (int j = 0; j < 4; ++j) row[j] = load_row(present, v + rows[s * 4 + j] + d);
+      const __m512i a = _mm512_unpacklo_epi8(row[0], row[1]), b = _mm512_unpackhi_epi8(row[0], row[1]);
+      const __m512i c = _mm512_unpacklo_epi8(row[2], row[3]), e = _mm512_unpackhi_epi8(row[2], row[3]);
+      uint8_t* out = values + s * 64;
+      _mm512_store_si512(out, _mm512_unpacklo_epi16(a, c));
+      _mm512_store_si512(out + steps * 64, _mm512_unpackhi_epi16(a, c));
+      _mm512_store_si512(out + 2 * steps * 64, _mm512_unpacklo_epi16(b, e));
+      _mm512_store_si512(out + 3 * steps * 64, _mm512_unpackhi_epi16(b, e));
     }
   }
 
   const AttentionParams& p_;
-  std::vector<DigitRow<kMaxDim>> query_;
-  const Tile* tile_ = nullptr;
-  alignas(64) uint8_t keys_[kTile * kMaxDim];
-  alignas(64) uint8_t values_[kTile * kMaxDim];
+  int64_t group_;                          // query heads of a KV head
+  std::vector<DigitRow<kMaxDim>> query_;   // [num_heads]
+  std::vector<DigitRow<kTile>> weights_;   // [group]
 };
 
 }  // namespace pagedkv
