@@ -104,8 +104,17 @@ def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -
                 roofs[mode] = _Roof("paged gather", {})
             roofs[mode].times_us[kv_dtype] = times["p50_us"]
             moved = shape.kv_bytes("int8") * (2 if kv_dtype == "float16" else 1)
-            yield {"kind": "attention", "shape": shape.name, "implementation": "paged gather, no arithmetic", "ours": True, "kv_dtype": kv_dtype,
-                   "status": "measured", **times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3}  # fmt: skip
+            yield {
+                "kind": "attention",
+                "shape": shape.name,
+                "implementation": "paged gather, no arithmetic",
+                "ours": True,
+                "kv_dtype": kv_dtype,
+                "status": "measured",
+                **times,
+                "bytes": moved,
+                "gb_per_s": moved / times["p50_us"] / 1e3,
+            }
     inputs.forget()
     return roofs
 
