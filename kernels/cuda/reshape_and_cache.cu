@@ -72,11 +72,7 @@ __global__ void __launch_bounds__(kThreads) claim_slots(const __grid_constant__ 
   atomicMax(w.winner + slot, static_cast<int>(token));
   if constexpr (!kTokenHead) {
     const Quotient at = divide(slot, w.block_size);
-    // One lane speaks for all of its warp that write the block.
-    const unsigned peers = __match_any_sync(__activemask(), at.quotient);
-    int lowest = at.remainder;
-    for (unsigned rest = peers; rest != 0; rest &= rest - 1) lowest = min(lowest, __shfl_sync(peers, at.remainder, __ffs(rest) - 1));
-    if (static_cast<int>(threadIdx.x % 32) == __ffs(peers) - 1) atomicMin(w.first + at.quotient, lowest);
+    atomicMin(w.first + at.quotient, at.remainder);
   }
 }
 
