@@ -39,9 +39,11 @@ def html_table(rows: Sequence[Mapping], columns: Sequence[str] | None = None) ->
     """The same in HTML; a column of numbers has the class `n`."""
     columns = list(columns) if columns is not None else columns_of(rows)
     kinds = [' class="n"' if _is_numeric(rows, name) else "" for name in columns]
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(columns, kinds))
+    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in zip(columns, kinds, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{html.escape(cell(row.get(name)))}</td>" for name, kind in zip(columns, kinds)) + "</tr>\n"
+        "<tr>"
+        + "".join(f"<td{kind}>{html.escape(cell(row.get(name)))}</td>" for name, kind in zip(columns, kinds, strict=True))
+        + "</tr>\n"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>\n"
@@ -57,7 +59,7 @@ def beside(measured: Iterable[Mapping], published: Iterable[Mapping], on: Sequen
     rows = []
     for row in measured:
         key = tuple(row.get(name) for name in on)
-        joined = dict(zip(on, key))
+        joined = dict(zip(on, key, strict=True))
         for field in fields:
             joined[field] = row.get(field)
             joined[f"{field} (published)"] = others.get(key, {}).get(field)
