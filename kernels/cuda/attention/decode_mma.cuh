@@ -139,13 +139,14 @@ template <class C>
 struct QueryLoad {
   static constexpr int threads_per_head = C::head_dim / 8;
   static constexpr int all = kTileHeads * threads_per_head;
-  uint32_t raw[(all + C::threads - 1) / C::threads][4] = {};
+  static constexpr int rounds = (all + C::threads - 1) / C::threads;
+  uint32_t raw[rounds][4] = {};
 
   __device__ void issue(const AttentionParams& p, int seq, int head0, int heads) {
     const auto* q = static_cast<const typename C::Query*>(p.q) + seq * p.q_stride_seq + head0 * p.q_stride_head;
 #pragma unroll
-    for (int i = threadIdx.x, n = 0; i < all; i += C::threads, ++n) {
-      const int g = i / threads_per_head;
+    for (int n = 0; n < rounds; ++n) {
+      const int i = threadIdx.x + n * C::threads, g = i / threads_per_head;
       if (g < heads) load_16(raw[n], reinterpret_cast<const char*>(q + g * p.q_stride_head + i % threads_per_head * 8));
     }
   }
@@ -155,7 +156,9 @@ struct QueryLoad {
     using Q = typename C::Query;
     const float scale = sm_scale * kLog2e;
 #pragma unroll
-    for (int i = threadIdx.x, n = 0; i < all; i += C::threads, ++n) {
+    for (int n = 0; n < rounds; ++n) {
+      const int i = threadIdx.x + n * C::threads;
+      if (i >= all) break;
       const int g = i / threads_per_head, byte = i % threads_per_head * 8 * C::element_bytes, c = byte / 64, lane = 4 * g + byte % 64 / 16;
       if constexpr (C::quantised) {
         const float2 pairs[4] = {unpack<Q>(raw[n][0]), unpack<Q>(raw[n][1]), unpack<Q>(raw[n][2]), unpack<Q>(raw[n][3])};
@@ -497,27 +500,22 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(next_entry);
       }
 
-      float x[4], y[4];  // base-2 logits; the same plus log2 of V's scale
-      scores(x, query, query_scale, k, lane);
+      float x[4];        // base-2 logits
+      float v_log2[4];   // log2 of V's scales; of the whole step for block-head scales
+      scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
       if (more) pages.load_v(k, next_entry);
-      if constexpr (C::kind == CacheKind::kInt8BlockHead) {
+      if constexpr (C::kind == CacheKind::kInt8TokenHead) {
+        if (lane >= 16) token_scale = __log2f(token_scale);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= entry.k_scale;
-      } else if constexpr (C::kind == CacheKind::kInt8TokenHead) {
-        if (lane >= 16) token_scale = log2f(token_scale);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
+        for (int i = 0; i < 4; ++i) {
+          x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
+          v_log2[i] = __shfl_sync(~0u, token_scale, 16 + C::token(i, t));
+        }
       }
       if (p.logits_soft_cap > 0.f) {
         const float cap = p.logits_soft_cap * kLog2e, inverse = __fdividef(1.f, cap);
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = cap * fast_tanh(x[i] * inverse);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        y[i] = x[i];
-        if constexpr (C::kind == CacheKind::kInt8BlockHead) y[i] += entry.v_scale_log2;
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) y[i] += __shfl_sync(~0u, token_scale, 16 + C::token(i, t));
       }
       const int token0 = step * kStepTokens;
       if (token0 < begin || token0 + kStepTokens > end) {  // the first or the last step of the item
@@ -525,7 +523,8 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         for (int i = 0; i < 4; ++i) {
           const int token = token0 + C::token(i, t);
           if (token >= begin && token < end) continue;
-          x[i] = y[i] = -INFINITY;
+          x[i] = -INFINITY;
+          v_log2[i] = 0.f;  // it may be NaN there
           if constexpr (!C::quantised) {  // what lies there may be NaN, and 0 * NaN is NaN
             constexpr int words = C::half_step_words / 4;
 #pragma unroll
@@ -535,16 +534,20 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
       }
 
       const float x_max = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-      const float y_max = C::quantised ? fmaxf(fmaxf(y[0], y[1]), fmaxf(y[2], y[3])) : x_max;
+      float y_max = x_max;  // of the logits plus log2 of V's scales
+      if constexpr (C::kind == CacheKind::kInt8BlockHead) y_max += entry.v_scale_log2;
+      if constexpr (C::kind == CacheKind::kInt8TokenHead) y_max = fmaxf(fmaxf(x[0] + v_log2[0], x[1] + v_log2[1]), fmaxf(x[2] + v_log2[2], x[3] + v_log2[3]));
       if (__any_sync(~0u, x_max > state.m + kReferenceSlack || y_max > state.n + kReferenceSlack)) state.raise(x_max, y_max, t);
       // Before any token of a head has counted its reference is -inf, and so are all the logits: 0, not NaN.
       const float m = state.m == -INFINITY ? 0.f : state.m, n = state.n == -INFINITY ? 0.f : state.n;
+      const float from_m_to_n = fast_exp2(fminf(entry.v_scale_log2 + (m - n), 126.f));
       float weight[4], step_sum = 0.f;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float e = fast_exp2(x[i] - m);
-        step_sum += e;
-        weight[i] = C::quantised ? fast_exp2(y[i] - n) : e;
+        weight[i] = fast_exp2(x[i] - m);
+        step_sum += weight[i];
+        if constexpr (C::kind == CacheKind::kInt8BlockHead) weight[i] *= from_m_to_n;
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) weight[i] = fast_exp2(x[i] + (v_log2[i] - n));
       }
       state.l += step_sum;
       if constexpr (C::mass) {
@@ -623,13 +626,11 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     if (plan.in_cluster) {
       if (tile0 == 0 && warp == 0 && t == 0) warp_m[0][g] = tokens.m, warp_l[0][g] = tokens.l;
       cluster_sync();
-      // The state of head g over the cluster: lane t takes ranks t and t + 4.
-      SoftmaxState ranks[2], all;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (t + 4 * r < plan.fixed_splits) ranks[r] = {cluster_load(&warp_m[0][g], t + 4 * r), cluster_load(&warp_l[0][g], t + 4 * r)};
-      }
-      all = merge(ranks[0], ranks[1]);
+      // The state of head g over the cluster: lane t takes rank t.
+      static_assert(kMaxCluster <= 4);
+      SoftmaxState mine;
+      if (t < plan.fixed_splits) mine = {cluster_load(&warp_m[0][g], t), cluster_load(&warp_l[0][g], t)};
+      SoftmaxState all = mine;
 #pragma unroll
       for (int d = 1; d < 4; d *= 2) {
         const SoftmaxState other{__shfl_xor_sync(~0u, all.m, d), __shfl_xor_sync(~0u, all.l, d)};
@@ -637,6 +638,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
       }
       norm = normaliser(all, g < heads ? p.sinks : nullptr, head0 + g);
       tokens = all;
+      const float factor = rescale(mine.m, all.m) * norm.factor;
       // Each CTA adds up and writes its share of the tiles.
       for (int i = work.split * C::warps + warp; i < kMergeTiles; i += plan.fixed_splits * C::warps) {
         float4 part[kMaxCluster];
@@ -645,8 +647,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         float4 sum{};
 #pragma unroll
         for (int r = 0; r < kMaxCluster; ++r) {
-          const float factor = rescale(ranks[r / 4].m, all.m) * norm.factor;
-          const float even = __shfl_sync(~0u, factor, 8 * t + r % 4), odd = __shfl_sync(~0u, factor, 8 * t + 4 + r % 4);
+          const float even = __shfl_sync(~0u, factor, 8 * t + r), odd = __shfl_sync(~0u, factor, 8 * t + 4 + r);
           sum.x += part[r].x * even, sum.y += part[r].y * odd, sum.z += part[r].z * even, sum.w += part[r].w * odd;
         }
         write_tile<C>(p, partials, work, true, head0, heads, tile0 + i, g, t, sum);

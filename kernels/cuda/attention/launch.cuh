@@ -1,6 +1,7 @@
 // Which kernel serves a call, and the launches of one: decode, merge, block mass.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -88,10 +89,13 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
   partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_masses);
   launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, cluster_of(path.plan), p, path.plan, partials);
 
-  const int64_t merges = path.plan.fixed_splits == 1 || path.plan.in_cluster ? 0 : p.num_seqs * p.num_heads;
+    // A CTA merges several heads where there are many: most sequences then have nothing to merge.
+  const int heads_per_merge = int(std::min<int64_t>(p.num_heads, std::max<int64_t>(1, p.num_seqs * p.num_heads / 512)));
+  const bool merging = path.plan.fixed_splits != 1 && !path.plan.in_cluster;
+  const int64_t merges = merging ? p.num_seqs * ceil_div(int(p.num_heads), heads_per_merge) : 0;
   const int64_t masses = p.block_mass && path.step_masses ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
   if (merges + masses > 0) {
-    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, overlap(), p, path.plan, partials, int(merges));
+    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, overlap(), p, path.plan, partials, int(merges), heads_per_merge);
   }
   return partials;
 }

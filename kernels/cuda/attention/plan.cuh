@@ -6,8 +6,8 @@
 // whatever the lengths turn out to be. Every CTA derives the same plan from seq_lens, in about a microsecond, so
 // there is no planning launch and no read-back.
 //
-// `target` aims at one wave: CTAs that end early leave their bandwidth to the others, so unequal lengths need no
-// cutting until one of them is a fortieth of all the work; a second wave of leftovers would cost more.
+// `target` aims at one wave where that is possible: a second wave of leftovers would leave most of the device idle, while
+// CTAs that end early leave their bandwidth to the others.
 //
 //   equal lengths, many    one split each, no merge
 //   one long among short   the long one is cut, the others are not
@@ -27,7 +27,7 @@
 namespace pagedkv::attention {
 
 constexpr int kMaxGridRows = 65535;
-constexpr int kMaxCluster = 8;   // CTAs, the portable limit
+constexpr int kMaxCluster = 4;  // CTAs; with eight, waiting for room in one GPC cost more than the splits saved
 constexpr int kStepTokens = 16;  // the fast kernels' inner step; unit sizes are multiples of it
 
 struct SplitPlan {
@@ -163,8 +163,9 @@ inline SplitPlan make_plan(const AttentionParams& p, int tokens_per_unit, int sl
   const int n = int(p.num_seqs);
   SplitPlan plan{n, int(capacity < INT_MAX ? capacity : INT_MAX), int(p.sliding_window < INT_MAX ? p.sliding_window : INT_MAX), tokens_per_unit, 0, 0, false};
   const int fill = ceil_div(slots, ctas_per_item);
-  const int balance = ceil_div(2 * fill, 5);
-  plan.target = fill - n > balance ? fill - n : balance;
+  // Few sequences: fill the device. About as many as it holds: cut what is longer than the mean. Many: the device's
+  // own scheduling balances them, but for one that is a fortieth of all the work.
+  plan.target = 2 * n <= fill ? fill - n : n < 2 * fill ? n : ceil_div(2 * fill, 5);
 
   int64_t longest = plan.capacity;
   if (plan.window > 0 && plan.window + kStepTokens < longest) longest = plan.window + kStepTokens;

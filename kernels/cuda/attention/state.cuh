@@ -102,14 +102,11 @@ __device__ inline SplitRange splits_of(const SplitPlan& plan, const Partials& pa
   return {splits.x, splits.y};
 }
 
-// Merge the splits of one (sequence, head); a sequence in one piece was finished by the decode kernel. The order is
-// that of the splits, so the result does not depend on which CTA finished first.
+// Merge the splits of one (sequence, head); the order is that of the splits, so the result does not depend on which CTA finished first.
 template <typename T>
-__device__ inline void merge_splits(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int head) {
+__device__ inline void merge_splits(const AttentionParams& p, const Partials& partials, SplitRange splits, int seq, int head) {
   __shared__ SoftmaxState warp_states[kMergeWarps];
   __shared__ float weights[kMergeThreads];
-  const SplitRange splits = splits_of(plan, partials, seq);
-  if (splits.count == 1) return;
   const int64_t row = int64_t(splits.first) * p.num_heads + head;
 
   SoftmaxState tokens;
@@ -121,6 +118,7 @@ __device__ inline void merge_splits(const AttentionParams& p, const SplitPlan& p
     const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
     tokens = threadIdx.x & d ? merge(other, tokens) : merge(tokens, other);
   }
+  __syncthreads();  // the head before is done with shared memory
   if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = tokens;
   __syncthreads();
   tokens = warp_states[0];
@@ -208,12 +206,19 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
 
 // What is left after the decode kernel, in one launch: the first `merges` CTAs merge splits, the rest add up block mass.
 template <typename T>
-__global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, SplitPlan plan, Partials partials, int merges) {
+__global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, SplitPlan plan, Partials partials, int merges, int heads_per_merge) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();  // launched while the decode kernel drains
 #endif
   const int cta = blockIdx.x;
-  if (cta < merges) return merge_splits<T>(p, plan, partials, cta / int(p.num_heads), cta % int(p.num_heads));
+  if (cta < merges) {
+    const int ctas_per_seq = ceil_div(int(p.num_heads), heads_per_merge), seq = cta / ctas_per_seq;
+    const SplitRange splits = splits_of(plan, partials, seq);
+    if (splits.count == 1) return;
+    const int head0 = cta % ctas_per_seq * heads_per_merge;
+    for (int h = head0; h < min(head0 + heads_per_merge, int(p.num_heads)); ++h) merge_splits<T>(p, partials, splits, seq, h);
+    return;
+  }
   const int ctas_per_seq = ceil_div(int(p.max_blocks), kMassBlocks);
   mass_of_blocks(p, plan, partials, (cta - merges) / ctas_per_seq, (cta - merges) % ctas_per_seq * kMassBlocks);
 }
