@@ -108,16 +108,16 @@ def test_errors_of_special_values():
 
 def test_the_tolerance_is_twice_pytorchs_error_and_a_floor():
     assert tolerance([1.25], [1.0], torch.float32, torch.float32) == pytest.approx(0.5 + 1e-6)
-    assert tolerance([1.0], [1.0], torch.float16, torch.float16) == pytest.approx(1e-3)
-    assert tolerance([math.nan], [1.0], torch.float32, torch.float32) == pytest.approx(1e-6)
-    rounding = float(torch.tensor(1.3).half().double() - 1.3)
-    assert tolerance([1.3], [1.3], torch.float16, torch.float16) == pytest.approx(2 * abs(rounding) + 1e-3, rel=1e-3)
+    half_a_place = 2.0**-11
+    assert tolerance([1.0], [1.0], torch.float16, torch.float16) == pytest.approx(2 * half_a_place + 1e-3)
+    assert tolerance([math.nan], [1.0], torch.float32, torch.float32) == pytest.approx(2.0**-23 + 1e-6)
+    assert tolerance([math.nan, 0.0], [math.nan, 0.0], torch.float32, torch.float32) == 1e-6
 
 
 def test_a_sequence_cannot_hide_behind_another_whose_tolerance_is_wide():
     want, yardstick = [[1.0], [1.0]], [[2.0], [1.0]]  # PyTorch is bad at the first sequence only
     error, limit = worst([torch.tensor([[1.0], [1.1]])], want, yardstick, torch.float32)
-    assert error == pytest.approx(0.1) and limit == pytest.approx(1e-6)
+    assert error == pytest.approx(0.1) and limit < 2e-6
 
 
 def test_a_row_shows_the_worst_check():
