@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
   if (threadIdx.x == 0) {
     if (whole) {
       if (p.lse) p.lse[row] = norm.lse;
-      if (p.block_mass) partials.total_mass[row] = total_mass(tokens);
+      if (p.block_mass) partials.totals[row] = tokens;
     } else {
       partials.m[at] = tokens.m, partials.l[at] = tokens.l;
     }
@@ -196,15 +196,15 @@ __global__ void __launch_bounds__(kPlainThreads) block_mass_plain(AttentionParam
   const int seq = int(blockIdx.x / p.max_blocks), logical = int(blockIdx.x % p.max_blocks);
   const int group = threadIdx.x / kTokenLanes;
   const TokenRange r = attended_tokens(p.seq_lens[seq], plan.capacity, plan.window);
-  const float* total = partials.total_mass + int64_t(seq) * p.num_heads;
-  const bool bad = r.bad || total[0] == INFINITY;
+  const SoftmaxState* totals = partials.totals + int64_t(seq) * p.num_heads;
+  const bool bad = r.bad || is_bad(totals[0]);
   const int begin = max(logical * int(p.block_size), r.begin), end = min((logical + 1) * int(p.block_size), r.end);
   float sum = 0.f;
   if (!bad && begin < end) {
     for (int head = 0; head < p.num_heads; ++head) {
       const HeadView<Q, KV> view(p, seq, head);
       for (int token = begin + group; token < end; token += kTokenGroups) {
-        sum += exp2f(view.logit(view.block_of(token), token % int(p.block_size)) - total[head]);
+        sum += exp2f(view.logit(view.block_of(token), token % int(p.block_size)) - totals[head].m) / totals[head].l;
       }
     }
   }

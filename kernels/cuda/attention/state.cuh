@@ -16,10 +16,10 @@ struct Partials {
   int2* splits;  // [num_seqs] {first item, number of splits}, written by each sequence's first CTA; not in a fixed plan
   float *m, *l;  // [max_items, num_heads]
   float* acc;    // [max_items, num_heads, head_dim]
-  // Only with block mass. Of each 16-token step, log2 of its sum of exponentials; and of each head, log2 of
-  // the sum over all the tokens attended to, sink left out.
-  float* step_mass;   // [num_seqs, max_steps, num_heads]
-  float* total_mass;  // [num_seqs, num_heads]; of a split sequence, written when its splits merge
+  // Only with block mass. Of each 16-token step, log2 of its sum of exponentials; and of each head, the state over all
+  // the tokens attended to, sink left out.
+  float* step_mass;      // [num_seqs, max_steps, num_heads]
+  SoftmaxState* totals;  // [num_seqs, num_heads]; of a split sequence, written when its splits merge
   int max_steps;
 
   // The state of a split without tokens, for `heads` heads; by all the threads of a CTA.
@@ -45,7 +45,7 @@ struct Partials {
     acc = reinterpret_cast<float*>(take(max_items * p.num_heads * p.head_dim * sizeof(float)));
     max_steps = int((p.max_blocks * p.block_size + kStepTokens - 1) / kStepTokens);
     if (p.block_mass) {
-      total_mass = reinterpret_cast<float*>(take(p.num_seqs * p.num_heads * sizeof(float)));
+      totals = reinterpret_cast<SoftmaxState*>(take(p.num_seqs * p.num_heads * sizeof(SoftmaxState)));
       if (step_masses) step_mass = reinterpret_cast<float*>(take(p.num_seqs * p.num_heads * max_steps * sizeof(float)));
     }
     return used;
@@ -56,8 +56,7 @@ struct Partials {
 // that is computed from it is NaN.
 #define kBadState (SoftmaxState{INFINITY, NAN})
 
-// log2 of a state's sum of exponentials; +inf marks a bad sequence.
-__device__ inline float total_mass(SoftmaxState s) { return s.m == INFINITY ? INFINITY : s.m + log2f(s.l); }
+__device__ inline bool is_bad(SoftmaxState s) { return s.m == INFINITY; }
 
 // The factor that turns an unnormalised output into the output, and the natural-log denominator. A sink is
 // one more logit in the denominator, but not for a sequence without tokens: its output is 0, its lse -inf.
@@ -157,7 +156,7 @@ __device__ inline void merge_splits(const AttentionParams& p, const Partials& pa
   }
   if (threadIdx.x == 0) {
     if (p.lse) p.lse[out_row] = norm.lse;
-    if (p.block_mass) partials.total_mass[out_row] = total_mass(tokens);
+    if (p.block_mass) partials.totals[out_row] = tokens;
   }
 }
 
@@ -172,26 +171,25 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
   float mass[kMassBlocks / kMergeWarps] = {};
   bool bad = r.bad;
   for (int head = lane; head < p.num_heads; head += 32) {
-    float total;
+    SoftmaxState total;
     if (splits.count == 1) {
-      total = partials.total_mass[int64_t(seq) * p.num_heads + head];
+      total = partials.totals[int64_t(seq) * p.num_heads + head];
     } else {
-      SoftmaxState tokens;
 #pragma unroll 4
       for (int s = 0; s < splits.count; ++s) {
         const int64_t at = int64_t(splits.first + s) * p.num_heads + head;
-        tokens = merge(tokens, {partials.m[at], partials.l[at]});
+        total = merge(total, {partials.m[at], partials.l[at]});
       }
-      total = total_mass(tokens);
     }
-    bad = bad || total == INFINITY;
+    bad = bad || is_bad(total);
+    const float share = 1.f / (total.l * float(p.num_heads));
 #pragma unroll
     for (int i = 0; i < kMassBlocks / kMergeWarps; ++i) {
       const int block = first_block + warp + i * kMergeWarps;
       const int begin = max(block * steps_per_block, r.begin / kStepTokens);
       const int end = min((block + 1) * steps_per_block, ceil_div(r.end, kStepTokens));
       const float* step_mass = partials.step_mass + int64_t(seq) * partials.max_steps * p.num_heads + head;
-      for (int s = begin; s < end; ++s) mass[i] += exp2f(step_mass[s * p.num_heads] - total);
+      for (int s = begin; s < end; ++s) mass[i] += exp2f(step_mass[s * p.num_heads] - total.m) * share;
     }
   }
   bad = __any_sync(~0u, bad);
@@ -200,7 +198,7 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
     const int block = first_block + warp + i * kMergeWarps;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], d);
-    if (lane == 0 && block < p.max_blocks) p.block_mass[int64_t(seq) * p.max_blocks + block] = bad ? NAN : mass[i] / float(p.num_heads);
+    if (lane == 0 && block < p.max_blocks) p.block_mass[int64_t(seq) * p.max_blocks + block] = bad ? NAN : mass[i];
   }
 }
 
