@@ -11,7 +11,7 @@ VENV_FLAGS ?=
 PIP_FLAGS ?=
 CORES ?= 1
 CONFIG ?=
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n auto --maxprocesses 4 --dist loadgroup
 
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready

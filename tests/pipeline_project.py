@@ -61,7 +61,8 @@ MODELS = """
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 print("no KV dump: cannot download: no network", file=sys.stderr)
-(out / "status.json").write_text(json.dumps({"available": False, "reason": "no network"}))
+status = {"available": False, "reason": "no network", "named": [a for a in sys.argv if a.startswith(("--model=", "--text="))]}
+(out / "status.json").write_text(json.dumps(status))
 """
 
 
@@ -86,7 +87,9 @@ class Project:
         config = {
             "device": "cpu",
             "quick": False,
-            "model": {"name": None, "text": None, "tokens": 64},
+            "model": None,
+            "text": None,
+            "tokens": 64,
             "sources": {"kernels": ["kernels/**/*"]},
             "experiments": EXPERIMENTS,
         }

@@ -59,7 +59,9 @@ def test_environment_and_pyproject_ask_for_the_same():
     by_channel = {name: bounds for name, bounds in map(_split, conda) if name not in CONDA_ONLY}
     by_pip = dict(map(_split, (line for line in pip if not line.startswith("-e"))))
     assert not by_channel.keys() & by_pip.keys()
-    assert {**by_channel, **by_pip} == {(name if name in by_pip else CONDA_NAMES.get(name, name)): bounds for name, bounds in wanted.items()}
+    assert {**by_channel, **by_pip} == {
+        (name if name in by_pip else CONDA_NAMES.get(name, name)): bounds for name, bounds in wanted.items()
+    }
     assert "-e ." in pip
 
 

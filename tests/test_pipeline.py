@@ -17,6 +17,8 @@ from pipeline_project import EXPERIMENTS, Project
 
 pytest.importorskip("snakemake", reason="the pipeline needs the extra [evidence]")
 
+pytestmark = pytest.mark.xdist_group("pipeline")  # one worker: they share what the first run built
+
 ALL = sorted(EXPERIMENTS)
 
 
@@ -185,8 +187,17 @@ def test_a_full_disk_is_named(project):
 
 def test_without_a_model_the_rest_still_runs(built):
     status = json.loads((built.root / "build" / "model" / "status.json").read_text())
-    assert status == {"available": False, "reason": "no network"}
+    assert status == {"available": False, "reason": "no network", "named": []}
     assert "no KV dump: cannot download: no network" in built.first_output
+
+
+def test_one_can_name_another_model_and_text(project):
+    assert project.would_run() == []
+    options = ("--config", "model=/models/a b.gguf", "text=mine.txt")
+    assert project.would_run(*options) == ["beta", "summary"]
+    assert project.snakemake("model", *options).returncode == 0
+    status = json.loads((project.root / "build" / "model" / "status.json").read_text())
+    assert status["named"] == ["--model=/models/a b.gguf", "--text=mine.txt"]
 
 
 def test_a_quick_run_stays_under_build_quick_and_publishes_nothing(project):

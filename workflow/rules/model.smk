@@ -12,8 +12,8 @@ rule model:
         f"{ROOT}/model/log.txt",
     params:
         folder=f"{ROOT}/model",
-        tokens=256 if QUICK else config["model"]["tokens"],
-        named=[f"--{option}={value}" for option, value in (("model", config["model"]["name"]), ("text", config["model"]["text"])) if value],
+        tokens=min(256, config["tokens"]) if QUICK else config["tokens"],
+        named=[f"--{option}={config[option]}" for option in ("model", "text") if config[option]],
     threads: 2
     resources:
         mem_mb=4000,
