@@ -9,9 +9,10 @@ from pagedkv.reference.attention import merge_attention_states, paged_attention,
 from pagedkv.reference.cache import reshape_and_cache
 from pagedkv.reference.eviction import evict_blocks, eviction_scores, select_eviction_candidates
 from pagedkv.reference.quantization import dequantize_kv, quantize_kv
-from pagedkv.reference.tolerance import attention_like_pytorch, outside_tolerance
+from pagedkv.reference.tolerance import allowed_error, attention_like_pytorch, outside_tolerance
 
 __all__ = [
+    "allowed_error",
     "attention_like_pytorch",
     "dequantize_kv",
     "evict_blocks",
