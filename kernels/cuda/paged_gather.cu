@@ -12,7 +12,7 @@ using namespace attention;
 
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) gather(AttentionParams p, SplitPlan plan, uint32_t* checksum) {
-  __shared__ StepRows rows[C::stage_steps];
+  __shared__ StepEntry entries[C::stage_steps];
   __shared__ WorkItem work;
   if (!find_work<C::threads>(plan, p.seq_lens, blockIdx.z * gridDim.y + blockIdx.y, work)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) gather(AttentionPa
     __syncthreads();
     for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
       const int token = s * kStepTokens;
-      rows[s - stage] = pages.rows(__ldg(table + token / int(p.block_size)), token % int(p.block_size));
+      entries[s - stage] = {__ldg(table + token / int(p.block_size)), token % int(p.block_size), 0.f, 0.f};
     }
     __syncthreads();
     auto load = [&](int which, int step) {
       if (step >= stage_end) return;
-      pages.load_k(k[which], rows[step - stage].k);
-      pages.load_v(v[which], rows[step - stage].v);
+      pages.load_k(k[which], entries[step - stage]);
+      pages.load_v(v[which], entries[step - stage]);
     };
     auto consume = [&](int which) {
 #pragma unroll

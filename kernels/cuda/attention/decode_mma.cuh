@@ -195,16 +195,10 @@ struct QueryLoad {
 
 // --------------------------------------------------------------------------------- tables and loads
 
-// Where a step's rows lie, staged in shared memory: byte offsets from the pools' starts.
-struct alignas(16) StepRows {
-  int64_t k, v;
-};
-// And its scales: those of its block, or where the token scales are to be found.
-struct alignas(8) StepScales {
-  union {
-    struct { float k, v_log2; };
-    struct { int block, token; };  // block id; the step's first token within the block
-  };
+// What a step needs to know of its block, staged in shared memory.
+struct alignas(16) StepEntry {
+  int block, token;  // block id; the step's first token within the block
+  float k_scale, v_scale_log2;
 };
 
 template <class C>
@@ -214,26 +208,25 @@ struct HalfStep {
 
 template <class C>
 struct Pages {
-  const char *k, *v;  // this lane's first piece in block 0
+  const char *k, *v;  // the head's rows, at this lane's piece
   int64_t k_block, v_block;
   int k_token, v_token;  // strides, in bytes
+  int k_lane, v_lane;    // this lane's offset within a step
 
   __device__ Pages(const AttentionParams& p, int kv_head, int g, int t) {
     constexpr int e = C::element_bytes;
+    k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_head * e;
+    v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_head * e;
     k_block = p.k_stride_block * e, v_block = p.v_stride_block * e;
     k_token = int(p.k_stride_token) * e, v_token = int(p.v_stride_token) * e;
-    k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_head * e + (C::whole_lines ? g / 2 * k_token + g % 2 * 64 + 16 * t : g * k_token + 16 * t);
-    v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_head * e + C::token(0, t) * v_token + C::v_piece_bytes * g;
-  }
-
-  __device__ StepRows rows(int block, int token) const {
-    return {block * k_block + int64_t(token) * k_token, block * v_block + int64_t(token) * v_token};
+    k_lane = C::whole_lines ? g / 2 * k_token + g % 2 * 64 + 16 * t : g * k_token + 16 * t;
+    v_lane = C::token(0, t) * v_token + C::v_piece_bytes * g;
   }
 
   // Whole lines of tokens 4 j + g / 2; or token 8 j + g.
-  __device__ void load_k(HalfStep<C>& to, int64_t at) const {
+  __device__ void load_k(HalfStep<C>& to, const StepEntry& at) const {
     constexpr int loads = C::half_step_words / 4, per_row = C::whole_lines ? C::k_pieces / 2 : 1, rows = 16 / (loads / per_row);
-    const char* row = k + at;
+    const char* row = k + at.block * k_block + (at.token * k_token + k_lane);
 #pragma unroll
     for (int j = 0; j < loads / per_row; ++j) {
 #pragma unroll
@@ -241,9 +234,9 @@ struct Pages {
     }
   }
 
-  __device__ void load_v(HalfStep<C>& to, int64_t at) const {
+  __device__ void load_v(HalfStep<C>& to, const StepEntry& at) const {
     constexpr int words = C::v_piece_bytes / 4;
-    const char* row = v + at;
+    const char* row = v + at.block * v_block + (at.token * v_token + v_lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -420,7 +413,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
 #endif
   constexpr int kMergeTiles = C::out_tiles < 8 ? C::out_tiles : 8;  // tiles merged across warps at a time
   union Shared {
-    struct { StepRows rows[C::stage_steps]; StepScales scales[C::stage_steps]; } steps;
+    StepEntry entries[C::stage_steps];
     float4 tiles[C::warps][kMergeTiles][32];
   };
   __shared__ __align__(16) Shared shared;
@@ -454,7 +447,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   const int block_size = int(p.block_size);
 
   // One token-head scale a lane: K's of token `lane` below 16, V's (as log2) of token `lane - 16` above.
-  auto load_token_scale = [&](StepScales at) {
+  auto load_token_scale = [&](const StepEntry& at) {
     const bool is_v = lane >= 16;
     const float* scale = is_v ? p.v_scale + at.block * p.v_scale_stride_block + (at.token + lane - 16) * p.v_scale_stride_token + kv_head * p.v_scale_stride_head
                               : p.k_scale + at.block * p.k_scale_stride_block + (at.token + lane) * p.k_scale_stride_token + kv_head * p.k_scale_stride_head;
@@ -469,8 +462,9 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
       const int token = s * kStepTokens;
       int block = __ldg(table + token / block_size);
       if (block < 0 || block >= p.num_blocks) bad = true, block = 0;
-      shared.steps.rows[s - stage] = pages.rows(block, token % block_size);
-      shared.steps.scales[s - stage].block = block, shared.steps.scales[s - stage].token = token % block_size;
+      StepEntry& entry = shared.entries[s - stage];
+      entry.block = block;
+      entry.token = token % block_size;
     }
     if (stage == first_step) query_load.store(query, p.sm_scale);
     __syncthreads();
@@ -479,17 +473,17 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     HalfStep<C> a, b, c;
     float token_scale = 0.f, next_token_scale = 0.f;
     if (step < stage_end) {
-      pages.load_k(a, shared.steps.rows[step - stage].k);
-      pages.load_v(b, shared.steps.rows[step - stage].v);
-      if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(shared.steps.scales[step - stage]);
+      const StepEntry& entry = shared.entries[step - stage];
+      pages.load_k(a, entry);
+      pages.load_v(b, entry);
+      if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(entry);
     }
     if constexpr (C::kind == CacheKind::kInt8BlockHead) {  // while the first pages are on their way
 #pragma unroll 1
       for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
-        StepScales& scales = shared.steps.scales[s - stage];
-        const int64_t block = scales.block;
-        scales.k = __ldg(p.k_scale + block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
-        scales.v_log2 = __log2f(__ldg(p.v_scale + block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
+        StepEntry& entry = shared.entries[s - stage];
+        entry.k_scale = __ldg(p.k_scale + entry.block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
+        entry.v_scale_log2 = __log2f(__ldg(p.v_scale + entry.block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
       }
       __syncthreads();
     }
@@ -499,16 +493,17 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     auto advance = [&](HalfStep<C>& k, HalfStep<C>& v, HalfStep<C>& spare) {
       const int next = step + C::warps;
       const bool more = next < stage_end;
-      const StepScales scales = shared.steps.scales[step - stage];
+      const StepEntry entry = shared.entries[step - stage];
+      const StepEntry next_entry = shared.entries[(more ? next : step) - stage];
       if (more) {
-        pages.load_k(spare, shared.steps.rows[next - stage].k);
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(shared.steps.scales[next - stage]);
+        pages.load_k(spare, next_entry);
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(next_entry);
       }
 
       float x[4];        // base-2 logits
       float v_log2[4];   // log2 of V's scales; of the whole step for block-head scales
-      scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * scales.k : query_scale, k, lane);
-      if (more) pages.load_v(k, shared.steps.rows[next - stage].v);
+      scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
+      if (more) pages.load_v(k, next_entry);
       if constexpr (C::kind == CacheKind::kInt8TokenHead) {
         if (lane >= 16) token_scale = __log2f(token_scale);
 #pragma unroll
@@ -540,12 +535,12 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
 
       const float x_max = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
       float y_max = x_max;  // of the logits plus log2 of V's scales
-      if constexpr (C::kind == CacheKind::kInt8BlockHead) y_max += scales.v_log2;
+      if constexpr (C::kind == CacheKind::kInt8BlockHead) y_max += entry.v_scale_log2;
       if constexpr (C::kind == CacheKind::kInt8TokenHead) y_max = fmaxf(fmaxf(x[0] + v_log2[0], x[1] + v_log2[1]), fmaxf(x[2] + v_log2[2], x[3] + v_log2[3]));
       if (__any_sync(~0u, x_max > state.m + kReferenceSlack || y_max > state.n + kReferenceSlack)) state.raise(x_max, y_max, t);
       // Before any token of a head has counted its reference is -inf, and so are all the logits: 0, not NaN.
       const float m = state.m == -INFINITY ? 0.f : state.m, n = state.n == -INFINITY ? 0.f : state.n;
-      const float from_m_to_n = fast_exp2(fminf(scales.v_log2 + (m - n), 126.f));
+      const float from_m_to_n = fast_exp2(fminf(entry.v_scale_log2 + (m - n), 126.f));
       float weight[4], step_sum = 0.f;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
