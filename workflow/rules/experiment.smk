@@ -6,7 +6,12 @@
 def threads_of(wildcards):
     """A measurement takes all the cores of a local run, so that nothing runs beside it."""
     entry = EXPERIMENTS[wildcards.experiment]
-    return (entry.get("exclusive") and workflow.cores) or entry.get("threads", 1)
+    if entry.get("exclusive"):
+        try:
+            return workflow.cores
+        except WorkflowError:
+            pass  # a cluster: no cores of its own, and slurm_extra keeps others off the node
+    return entry.get("threads", 1)
 
 
 rule experiment:
@@ -27,6 +32,7 @@ rule experiment:
         runtime=lambda w: EXPERIMENTS[w.experiment].get("runtime", 30),
         gpu=lambda w: int(w.device == "cuda"),
         benchmark=lambda w: int(EXPERIMENTS[w.experiment].get("exclusive", False)),
+        slurm_extra=lambda w: "'--exclusive'" if EXPERIMENTS[w.experiment].get("exclusive") else "",
     script:
         "../scripts/run_notebook.py"
 
