@@ -101,6 +101,19 @@ __device__ __forceinline__ void store_unit(T* to, const Unit<T>& unit) {
   }
 }
 
+// Where the unit (row of the block, part of the row) of a lane lies as the warp walks a block 32 units at a time.
+struct UnitWalk {
+  int offset, part, step_offset, step_part, parts;
+  __device__ UnitWalk(int lane, int parts_) : parts(parts_) {
+    offset = lane / parts, part = lane % parts;
+    step_offset = 32 / parts, step_part = 32 % parts;
+  }
+  __device__ __forceinline__ void advance() {
+    offset += step_offset, part += step_part;
+    if (part >= parts) part -= parts, ++offset;
+  }
+};
+
 // Whether rows that start at `base` plus multiples of the strides (in elements) keep load_unit's alignment.
 template <class T>
 bool units_aligned(const void* base, std::initializer_list<int64_t> strides) {

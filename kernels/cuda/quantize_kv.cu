@@ -20,24 +20,25 @@ template <class T, bool kAligned, int kHeld>
 __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams p) {
   const int lane = threadIdx.x % 32;
   const int units_per_row = static_cast<int>(p.head_dim) / kUnit;
-  const int units = static_cast<int>(p.block_size) * units_per_row;
+  const int block_size = static_cast<int>(p.block_size);
+  const bool fits = block_size * units_per_row <= 32 * kHeld;
   const int64_t groups = p.num_blocks * p.num_kv_heads;
   for (int64_t g = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; g < groups; g += int64_t{gridDim.x} * kWarps) {
     const Quotient at = divide(g, static_cast<int>(p.num_kv_heads));
     Unit<T> held[kHeld];
-    auto load = [&](int first) {
+    auto load = [&](UnitWalk& walk) {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int unit = first + 32 * i + lane;
-        if (unit < units) held[i] = load_unit<kAligned>(row_of<T>(p, at.quotient, unit / units_per_row, at.remainder) + unit % units_per_row * kUnit);
+      for (int i = 0; i < kHeld; ++i, walk.advance()) {
+        if (walk.offset < block_size) held[i] = load_unit<kAligned>(row_of<T>(p, at.quotient, walk.offset, at.remainder) + walk.part * kUnit);
       }
     };
     float max_abs = 0.f;
-    for (int first = 0; first < units; first += 32 * kHeld) {
-      load(first);
+    for (UnitWalk walk(lane, units_per_row); walk.offset < block_size;) {
+      UnitWalk here = walk;
+      load(walk);
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (first + 32 * i + lane >= units) continue;
+      for (int i = 0; i < kHeld; ++i, here.advance()) {
+        if (here.offset >= block_size) continue;
         float x[kUnit];
         to_floats(held[i], x);
 #pragma unroll
@@ -48,16 +49,20 @@ __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams 
     if (scale == 0.f) scale = 1.f;
     if (lane == 0) p.scale[g] = scale;
     const Encoder encode(scale);
-    for (int first = 0; first < units; first += 32 * kHeld) {
-      if (units > 32 * kHeld) load(first);
+    for (UnitWalk walk(lane, units_per_row); walk.offset < block_size;) {
+      UnitWalk here = walk;
+      if (fits) {
+        walk.offset = block_size;
+      } else {
+        load(walk);
+      }
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int unit = first + 32 * i + lane;
-        if (unit >= units) continue;
+      for (int i = 0; i < kHeld; ++i, here.advance()) {
+        if (here.offset >= block_size) continue;
         float x[kUnit];
         to_floats(held[i], x);
-        const int64_t row = (at.quotient * p.block_size + unit / units_per_row) * p.num_kv_heads + at.remainder;
-        store_unit<true>(p.q + row * p.head_dim + unit % units_per_row * kUnit, encode(x));
+        const int64_t row = (at.quotient * block_size + here.offset) * p.num_kv_heads + at.remainder;
+        store_unit<true>(p.q + row * p.head_dim + here.part * kUnit, encode(x));
       }
     }
   }

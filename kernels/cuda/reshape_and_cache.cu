@@ -5,7 +5,7 @@
 // finds the winners of its token's block by reading all slots: one launch. Beyond, two small kernels put them in the
 // workspace, a word a slot of the pool, of which only the blocks that are written get touched.
 // The winner of a block's lowest slot leads the block: its CTA writes all of the block's new tokens. A token that is not its
-// slot's winner has no effect.
+// slot's winner is not written, but the block's scale covers it.
 #include <climits>
 
 #include "quantization/int8.cuh"
@@ -37,6 +37,7 @@ struct Write {
   int block_size, num_kv_heads, head_dim;
   int* winner;  // [num_slots]: the last token of the call for the slot, or -1
   int* first;   // [num_blocks]: the lowest offset that the call writes
+  unsigned* covered;  // [num_blocks][2 * num_kv_heads]: bits of the largest magnitude among tokens that are not winners
 };
 
 __device__ __forceinline__ bool in_pool(const Write& w, int64_t slot) { return slot >= 0 && slot < w.num_slots; }
@@ -59,41 +60,62 @@ __global__ void __launch_bounds__(kThreads) clear_winners(const __grid_constant_
       if (in_pool(w, before) && divide(before, w.block_size).quotient == block) return;
     }
     w.first[block] = INT_MAX;
+    for (int item = 0; item < 2 * w.num_kv_heads; ++item) w.covered[block * 2 * w.num_kv_heads + item] = 0;
     for (int offset = 0; offset < w.block_size; ++offset) w.winner[block * w.block_size + offset] = -1;
   }
 }
 
-template <bool kTokenHead>
 __global__ void __launch_bounds__(kThreads) claim_slots(const __grid_constant__ Write w) {
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (token >= w.num_tokens) return;
-  const int64_t slot = w.slots[token];
-  if (!in_pool(w, slot)) return;
-  atomicMax(w.winner + slot, static_cast<int>(token));
-  if constexpr (!kTokenHead) {
-    const Quotient at = divide(slot, w.block_size);
+  if (token < w.num_tokens && in_pool(w, w.slots[token])) atomicMax(w.winner + w.slots[token], static_cast<int>(token));
+}
+
+// The largest magnitude of one token's head, in a warp. All lanes get it.
+template <class T, bool kAligned>
+__device__ __forceinline__ float row_max_abs(const Write& w, const Plane& plane, int64_t token, int head) {
+  const T* row = static_cast<const T*>(plane.source) + token * plane.source_stride_token + head * plane.source_stride_head;
+  float max_abs = 0.f;
+  if (const int part = threadIdx.x % 32; part < w.head_dim / kUnit) {
+    float x[kUnit];
+    to_floats(load_unit<kAligned>(row + part * kUnit), x);
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+  }
+  return group_max_magnitude(max_abs);
+}
+
+// As claim_slots. Besides, whoever meets another claim on a slot sees which of the two has lost it, and every loser is seen
+// once; the warp then adds the losers to w.covered.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_constant__ Write w) {
+  const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+  int loser = -1;
+  Quotient at{0, 0};
+  if (in_pool(w, slot)) {
+    at = divide(slot, w.block_size);
+    const int other = atomicMax(w.winner + slot, static_cast<int>(token));
+    loser = min(other, static_cast<int>(token));
     atomicMin(w.first + at.quotient, at.remainder);
+  }
+  for (unsigned rest = __ballot_sync(~0u, loser >= 0); rest != 0; rest &= rest - 1) {
+    const int source = __ffs(rest) - 1;
+    const int lost = __shfl_sync(~0u, loser, source);
+    const int64_t block = __shfl_sync(~0u, at.quotient, source);
+    for (int item = 0; item < 2 * w.num_kv_heads; ++item) {
+      const bool is_value = item >= w.num_kv_heads;
+      const float max_abs = row_max_abs<T, kAligned>(w, w.planes[is_value], lost, is_value ? item - w.num_kv_heads : item);
+      if (threadIdx.x % 32 == 0) atomicMax(w.covered + block * 2 * w.num_kv_heads + item, __float_as_uint(max_abs));
+    }
   }
 }
 
 // ------------------------------------------------------------------------------------ block-head scales
 
-// Where the unit (row of the block, part of the row) of a lane lies as it walks the block 32 units at a time.
-struct UnitWalk {
-  int offset, part, step_offset, step_part, parts;
-  __device__ UnitWalk(int lane, int parts_) : parts(parts_) {
-    offset = lane / parts, part = lane % parts;
-    step_offset = 32 / parts, step_part = 32 % parts;
-  }
-  __device__ __forceinline__ void advance() {
-    offset += step_offset, part += step_part;
-    if (part >= parts) part -= parts, ++offset;
-  }
-};
-
-// A warp writes the call's tokens of one block and head. winner: [block_size], in shared or global memory.
+// A warp writes the call's tokens of one block and head. winner: [block_size], in shared or global memory. covered: a
+// magnitude that the scale has to cover besides.
 template <class T, bool kAligned>
-__device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner) {
+__device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner, float covered) {
   constexpr int kHeld = 8;  // units a lane keeps in registers between finding the scale and encoding
   const int lane = threadIdx.x % 32;
   const T* source = static_cast<const T*>(plane.source) + head * plane.source_stride_head;
@@ -118,7 +140,7 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
     }
   };
 
-  float max_abs = 0.f;
+  float max_abs = covered;
   for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
     load(at);
 #pragma unroll
@@ -154,7 +176,7 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
   for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
     UnitWalk here = at;
     if (fits) {
-      for (int i = 0; i < kHeld; ++i) at.advance();
+      at.offset = w.block_size;  // all of it is held
     } else {
       load(at);
     }
@@ -184,15 +206,20 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_constant__ Write w) {
   __shared__ int winner[kMaxBlockSize];
+  __shared__ int losers[kScanTokens];
+  __shared__ int num_losers;
   const int64_t slot = w.slots[blockIdx.x];
   if (!in_pool(w, slot)) return;
   const Quotient at = divide(slot, w.block_size);
   for (int offset = threadIdx.x; offset < w.block_size; offset += kThreads) winner[offset] = -1;
+  if (threadIdx.x == 0) num_losers = 0;
   __syncthreads();
   const int64_t first_slot = at.quotient * w.block_size;
   for (int token = threadIdx.x; token < w.num_tokens; token += kThreads) {
     const int64_t offset = w.slots[token] - first_slot;
-    if (offset >= 0 && offset < w.block_size) atomicMax(winner + offset, token);
+    if (offset < 0 || offset >= w.block_size) continue;
+    const int other = atomicMax(winner + offset, token);
+    if (other >= 0) losers[atomicAdd(&num_losers, 1)] = min(other, token);
   }
   __syncthreads();
   bool others_lead = false;
@@ -200,7 +227,10 @@ __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_c
   if (__syncthreads_or(others_lead) || winner[at.remainder] != static_cast<int>(blockIdx.x)) return;
   for (int item = threadIdx.x / 32 + blockIdx.y * kWarps; item < 2 * w.num_kv_heads; item += kWarps * gridDim.y) {
     const bool is_value = item >= w.num_kv_heads;
-    write_block_head<T, kAligned>(w, w.planes[is_value], at.quotient, is_value ? item - w.num_kv_heads : item, winner);
+    const int head = is_value ? item - w.num_kv_heads : item;
+    float covered = 0.f;
+    for (int i = 0; i < num_losers; ++i) covered = max_magnitude(covered, row_max_abs<T, kAligned>(w, w.planes[is_value], losers[i], head));
+    write_block_head<T, kAligned>(w, w.planes[is_value], at.quotient, head, winner, covered);
   }
 }
 
@@ -230,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
     const int within = item % per_block;
     const bool is_value = within >= w.num_kv_heads;
     write_block_head<T, kAligned>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
-                                  w.winner + block * w.block_size);
+                                  w.winner + block * w.block_size, __uint_as_float(w.covered[block * per_block + within]));
   }
 }
 
@@ -303,7 +333,7 @@ void launch_blocks(const Write& w, cudaStream_t stream) {
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
-  claim_slots<false><<<grid, kThreads, 0, stream>>>(w);
+  claim_slots_of_blocks<T, kAligned><<<grid, kThreads, 0, stream>>>(w);
   write_blocks<T, kAligned><<<grid_for(w.num_tokens, kSpan, kMaxCtas), kThreads, 0, stream>>>(w);
 }
 
@@ -315,7 +345,7 @@ void launch_tokens(const Write& w, cudaStream_t stream) {
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<true><<<grid, kThreads, 0, stream>>>(w);
-  claim_slots<true><<<grid, kThreads, 0, stream>>>(w);
+  claim_slots<<<grid, kThreads, 0, stream>>>(w);
   write_tokens<T, kAligned, kLanes, 4, false><<<grid_for(w.num_tokens, 4, kMaxCtas), kThreads, 0, stream>>>(w);
 }
 
@@ -338,7 +368,7 @@ void launch(const Write& w, bool token_head, cudaStream_t stream) {
 }  // namespace
 
 size_t reshape_and_cache_workspace(const CacheWriteParams& p) {
-  return p.num_tokens <= kScanTokens ? 0 : sizeof(int) * static_cast<size_t>(p.num_blocks * p.block_size + p.num_blocks);
+  return p.num_tokens <= kScanTokens ? 0 : sizeof(int) * static_cast<size_t>(p.num_blocks * (p.block_size + 1 + 2 * p.num_kv_heads));
 }
 
 void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream) {
@@ -351,7 +381,7 @@ void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream)
   w.slots = p.slot_mapping;
   w.num_tokens = p.num_tokens, w.num_slots = p.num_blocks * p.block_size;
   w.block_size = static_cast<int>(p.block_size), w.num_kv_heads = static_cast<int>(p.num_kv_heads), w.head_dim = static_cast<int>(p.head_dim);
-  w.winner = static_cast<int*>(workspace), w.first = w.winner + w.num_slots;
+  w.winner = static_cast<int*>(workspace), w.first = w.winner + w.num_slots, w.covered = reinterpret_cast<unsigned*>(w.first + p.num_blocks);
   dispatch_float(p.dtype, [&](auto zero) { launch<decltype(zero)>(w, p.token_head, static_cast<cudaStream_t>(stream)); });
   check_launch("reshape_and_cache");
 }
