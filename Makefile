@@ -3,6 +3,7 @@
 #   PYTHON=python3.12                      another interpreter
 #   VENV_FLAGS=--system-site-packages      use the torch that the system's Python already has (a GPU host)
 #   CORES=4                                cores given to Snakemake
+#   LAB_FLAGS=--allow-root                 options of JupyterLab
 #   CONFIG="device=cpu quick=true"         configuration given to Snakemake
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ VENV_FLAGS ?=
 PIP_FLAGS ?=
 CORES ?= 1
 CONFIG ?=
+LAB_FLAGS ?=
 PYTEST_FLAGS ?= -n auto --maxprocesses 4 --dist loadgroup
 
 BIN = $(VENV)/bin
@@ -32,7 +34,7 @@ test: $(READY) ## the test suite
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lab: $(READY) ## the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=. notebooks
+	$(BIN)/jupyter lab --notebook-dir=. $(LAB_FLAGS) notebooks
 
 clean: ## remove what the pipeline built; results/ and figures/ stay
 	rm -rf build .snakemake

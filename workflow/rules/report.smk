@@ -21,3 +21,8 @@ rule verify:
         [] if QUICK else rules.publish.output,
     shell:
         "{sys.executable} -m pagedkv.cli verify"
+
+
+onsuccess:
+    if Path(rules.report.output.html).exists():
+        print(f"every figure and claim on a page: {rules.report.output.html}", file=sys.stderr)
