@@ -21,85 +21,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "attention_plan.h"
+#include "attention_tile.h"
+#include "online_softmax.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace pagedkv {
-
-constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
-
-// Up to 64 consecutive tokens of a sequence: where their rows and scales lie, as offsets for head 0. Entries past
-// `count` repeat the last token's, so that kernels may load whole vectors of tokens; their weights are 0.
-struct Tile {
-  int64_t first = 0;  // position in the sequence
-  int count = 0;
-  int64_t k_row[kTile], v_row[kTile];
-  int64_t k_scale[kTile], v_scale[kTile];
-
-  int padded() const { return (count + 15) / 16 * 16; }
-
-  Tile() = default;
-  Tile(const AttentionParams& p, int64_t seq, int64_t first, int64_t end) : first(first), count(static_cast<int>(std::min<int64_t>(kTile, end - first))) {
-    const int32_t* table = p.block_tables + seq * p.block_tables_stride;
-    int64_t logical = first / p.block_size, offset = first % p.block_size;
-    for (int t = 0; t < count; ++t) {
-      const int64_t block = table[logical];
-      k_row[t] = block * p.k_stride_block + offset * p.k_stride_token;
-      v_row[t] = block * p.v_stride_block + offset * p.v_stride_token;
-      k_scale[t] = block * p.k_scale_stride_block + offset * p.k_scale_stride_token;
-      v_scale[t] = block * p.v_scale_stride_block + offset * p.v_scale_stride_token;
-      if (++offset == p.block_size) offset = 0, ++logical;
-    }
-    for (int t = count; t < padded(); ++t) {
-      k_row[t] = k_row[count - 1], v_row[t] = v_row[count - 1];
-      k_scale[t] = k_scale[count - 1], v_scale[t] = v_scale[count - 1];
-    }
-  }
-};
-
-// Asks for the K and V of a tile ahead of time, cache line by cache line in memory order, while the tile before it
-// is worked on. Kernels call `fetch` from their inner loops: a burst would fill the core's miss buffers and stall it.
-template <class Cache>
-class Prefetcher {
- public:
-  Prefetcher(const AttentionParams& p, const Tile& tile, int64_t kv_begin, int64_t kv_end) : p_(p), tile_(tile), kv_begin_(kv_begin) {
-    // Heads that lie side by side make one segment.
-    const int64_t heads = kv_end - kv_begin;
-    const bool dense = p.k_stride_head == p.head_dim && p.v_stride_head == p.head_dim;
-    heads_per_segment_ = dense ? heads : 1;
-    segments_per_token_ = 2 * (heads / heads_per_segment_);
-    segments_left_ = tile.count * segments_per_token_ + 1;
-    advance();
-  }
-
-  void fetch(int64_t lines) {
-    for (; lines > 0 && segments_left_ > 0; --lines) {
-      __builtin_prefetch(next_, 0, 2);  // into L2: L1 has no room for a tile of all heads
-      next_ += kLine;
-      if (next_ >= stop_) advance();
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-
-  void advance() {
-    if (--segments_left_ == 0) return;
-    const int64_t index = segment_++;
-    const int64_t t = index / segments_per_token_, head = kv_begin_ + index % segments_per_token_ / 2;
-    const Cache* row = index % 2 == 0 ? static_cast<const Cache*>(p_.k_cache) + tile_.k_row[t] + head * p_.k_stride_head
-                                      : static_cast<const Cache*>(p_.v_cache) + tile_.v_row[t] + head * p_.v_stride_head;
-    next_ = reinterpret_cast<const char*>(row);
-    stop_ = next_ + heads_per_segment_ * p_.head_dim * static_cast<int64_t>(sizeof(Cache));
-  }
-
-  const AttentionParams& p_;
-  const Tile& tile_;
-  int64_t kv_begin_, heads_per_segment_, segments_per_token_, segments_left_, segment_ = 0;
-  const char *next_ = nullptr, *stop_ = nullptr;
-};
 
 // A row of q as float32.
 inline void load_query_row(const AttentionParams& p, int64_t seq, int64_t head, float* row) {
@@ -109,70 +40,19 @@ inline void load_query_row(const AttentionParams& p, int64_t seq, int64_t head, 
   });
 }
 
-// Turns a head's raw logits into weights, and its state into that of the tokens so far. Returns the factor by
-// which what was accumulated before has to be scaled.
-//
-// Logits are natural until the maximum is off: a logit of 40 rounded to base 2 would cost float32 results two
-// digits. m is a reference and need not be the maximum to the last bit, so only the difference has to be exact.
-inline float online_softmax(const AttentionParams& p, const Tile& tile, const float* k_scale, float* row, SoftmaxState& state) {
-  using namespace simd;
-  const Floats sm_scale = broadcast(p.sm_scale), cap = broadcast(p.logits_soft_cap);
-  Floats lane_max = broadcast(-INFINITY);
-  for (int t = 0; t < tile.padded(); t += kLanes) {
-    Floats x = load(row + t) * sm_scale;
-    if (k_scale) x = x * load(k_scale + t);
-    if (p.logits_soft_cap != 0.0f) x = tanh(x / cap) * cap;
-    store(row + t, x);
-    for (int i = std::max(tile.count, t); i < t + kLanes; ++i) row[i] = -INFINITY;
-    lane_max = max(load(row + t), lane_max);
-  }
-  const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
-  const float factor = m == state.m ? 1.0f : rescale(state.m, m);
-  const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest), reference = broadcast(-m);
-  Floats lane_sum = broadcast(0.0f);
-  for (int t = 0; t < tile.padded(); t += kLanes) {
-    const Floats x = load(row + t);
-    const Floats weight = exp2(multiply_add(x, log2e_rest, fma(x, log2e, reference)));
-    store(row + t, weight);
-    lane_sum = lane_sum + weight;
-  }
-  state = {m, state.l * factor + sum(lane_sum)};
-  return factor;
-}
-
-// A logit that joins the denominator only, as a state: l makes up for what rounding m took away.
-inline SoftmaxState sink_state(float logit) {
-  if (std::isinf(logit)) return {logit, 1.0f};
-  const double exact = logit * 1.4426950408889634;
-  const float m = static_cast<float>(exact);
-  return {m, static_cast<float>(std::exp2(exact - m))};
-}
-
-inline float natural_lse(SoftmaxState s) {
-  return s.l == 0.0f ? -INFINITY : static_cast<float>((s.m + std::log2(static_cast<double>(s.l))) * 0.6931471805599453);
-}
-
-// Adds a tile's weights to the sums of their blocks, and keeps the split's earlier blocks relative to the same maximum.
-inline void add_block_sums(const AttentionParams& p, const Tile& tile, int64_t split_begin, const float* weights, float factor, float* sums) {
-  const int64_t first_of_split = split_begin / p.block_size;
-  int64_t block = tile.first / p.block_size;
-  if (factor != 1.0f) {
-    for (int64_t b = first_of_split; b <= block; ++b) sums[b] *= factor;
-  }
-  for (int t = 0; t < tile.count;) {
-    const int end = static_cast<int>(std::min<int64_t>(tile.count, (block + 1) * p.block_size - tile.first));
-    for (; t < end; ++t) sums[block] += weights[t];
-    ++block;
-  }
-}
-
 template <class Kernel>
 class AttentionItem {
   using Cache = typename Kernel::Cache;
 
  public:
   AttentionItem(const AttentionParams& p, const AttentionPlan& plan, const PartialResults& partial)
-      : p_(p), plan_(plan), partial_(partial), kernel_(p), group_(p.num_heads / p.num_kv_heads), weights_(group_ * kTile), factors_(group_) {}
+      : p_(p),
+        plan_(plan),
+        partial_(partial),
+        kernel_(p),
+        group_(p.num_heads / p.num_kv_heads),
+        weights_(group_ * kTile),
+        factors_(group_) {}
 
   void run(int64_t seq, int64_t split, int64_t head_part) {
     const SequenceRange& range = plan_.sequences[seq];
@@ -192,13 +72,11 @@ class AttentionItem {
       }
     }
 
-    Tile tile(p_, seq, begin, end), next;
-    while (tile.count > 0) {
-      const int64_t next_first = tile.first + tile.count;
-      next = next_first < end ? Tile(p_, seq, next_first, end) : Tile();
-      Prefetcher<Cache> ahead(p_, next, kv_begin, kv_end);
-      for (int64_t kv = kv_begin; kv < kv_end; ++kv) attend(tile, seq, slot, kv, begin, ahead);
-      tile = next;
+    Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    for (tile->locate(p_, seq, begin, end); tile->count > 0; std::swap(tile, next)) {
+      next->locate(p_, seq, tile->first + tile->count, end);
+      Prefetcher<Cache> ahead(p_, *next, kv_begin, kv_end);
+      for (int64_t kv = kv_begin; kv < kv_end; ++kv) attend(*tile, seq, slot, kv, begin, ahead);
     }
     for (int64_t h = kv_begin * group_; h < kv_end * group_; ++h) kernel_.finish(partial_.acc_row(slot, h));
   }
@@ -207,10 +85,8 @@ class AttentionItem {
   void attend(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t split_begin, Prefetcher<Cache>& ahead) {
     alignas(64) float k_scale[kTile], v_scale[kTile];
     if constexpr (Kernel::kQuantised) {
-      for (int t = 0; t < tile.padded(); ++t) {
-        k_scale[t] = p_.k_scale[tile.k_scale[t] + kv * p_.k_scale_stride_head];
-        v_scale[t] = p_.v_scale[tile.v_scale[t] + kv * p_.v_scale_stride_head];
-      }
+      tile.load_scales(p_.k_scale + kv * p_.k_scale_stride_head, p_.k_scale_stride_block, p_.k_scale_stride_token, k_scale);
+      tile.load_scales(p_.v_scale + kv * p_.v_scale_stride_head, p_.v_scale_stride_block, p_.v_scale_stride_token, v_scale);
     }
     const int64_t first = kv * group_;
     kernel_.logits(tile, kv, weights_.data(), ahead);

@@ -10,10 +10,9 @@
 
 #include "../ops.h"
 #include "../softmax_state.h"
+#include "attention_tile.h"
 
 namespace pagedkv {
-
-constexpr int kTile = 64;  // tokens handled at a time: their K and V of a head (16 KB at head_dim 128) stay in the L1 cache
 
 // Tokens [begin, end) of a sequence are attended to. A sequence that asks for what is not there is not valid.
 struct SequenceRange {
@@ -67,26 +66,27 @@ struct AttentionPlan {
 
 // What splits leave behind for the merge. Rows of `acc` hold the sum of 2^(logit - m) * value of a head.
 struct PartialResults {
-  float* acc;            // [num_slots, num_heads, acc_stride]
-  SoftmaxState* states;  // [num_slots, num_heads]
-  float* block_sums;     // [num_seqs, num_heads, max_blocks]: l of each block, relative to its split's m; or null
+  float* acc = nullptr;            // [num_slots, num_heads, acc_stride]
+  SoftmaxState* states = nullptr;  // [num_slots, num_heads]
+  float* block_sums = nullptr;     // [num_seqs, num_heads, max_blocks]: l of each block, relative to its split's m; or null
   int64_t acc_stride;    // head_dim rounded up to 64
   int64_t num_heads, max_blocks;
+  size_t bytes;
 
   PartialResults(const AttentionParams& p, const AttentionPlan& plan, void* workspace)
       : acc_stride((p.head_dim + 63) / 64 * 64), num_heads(p.num_heads), max_blocks(p.max_blocks) {
-    acc = static_cast<float*>(workspace);
-    states = reinterpret_cast<SoftmaxState*>(acc + plan.num_slots * num_heads * acc_stride);
-    block_sums = p.block_mass ? reinterpret_cast<float*>(states + plan.num_slots * num_heads) : nullptr;
+    const int64_t rows = plan.num_slots * num_heads;
     const int64_t sums = p.block_mass ? p.num_seqs * num_heads * max_blocks : 0;
-    bytes = plan.num_slots * num_heads * (acc_stride * sizeof(float) + sizeof(SoftmaxState)) + sums * sizeof(float);
+    bytes = rows * (acc_stride * sizeof(float) + sizeof(SoftmaxState)) + sums * sizeof(float);
+    if (workspace == nullptr) return;  // only the size is asked for, or it is 0
+    acc = static_cast<float*>(workspace);
+    states = reinterpret_cast<SoftmaxState*>(acc + rows * acc_stride);
+    if (sums > 0) block_sums = reinterpret_cast<float*>(states + rows);
   }
 
   float* acc_row(int64_t slot, int64_t head) const { return acc + (slot * num_heads + head) * acc_stride; }
   SoftmaxState& state(int64_t slot, int64_t head) const { return states[slot * num_heads + head]; }
   float* block_row(int64_t seq, int64_t head) const { return block_sums + (seq * num_heads + head) * max_blocks; }
-
-  size_t bytes;
 };
 
 }  // namespace pagedkv

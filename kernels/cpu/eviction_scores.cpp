@@ -26,7 +26,8 @@ float mean_valid_mass(const float* mass, const bool* valid, int64_t block_size) 
 void eviction_scores(const ScoreParams& p, void*) {
   parallel_ranges(p.num_blocks, 1 + 32768 / (p.block_size + 8), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const float mean = mean_valid_mass(p.attention_mass + b * p.attention_mass_stride, p.valid_mask + b * p.valid_mask_stride, p.block_size);
+      const float* mass = p.attention_mass + b * p.attention_mass_stride;
+      const float mean = mean_valid_mass(mass, p.valid_mask + b * p.valid_mask_stride, p.block_size);
       p.scores[b] = p.w_recency * p.recency[b] + p.w_frequency * p.frequency[b] + p.w_attention * mean;
     }
   });

@@ -224,7 +224,8 @@ inline Floats exp2(Floats x) {
   const Floats n = round(clamped);
   const Floats r = clamped - n;  // exact, in [-0.5, 0.5]
   Floats y = broadcast(1.535336188319500e-4f);
-  for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f}) {
+  for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f,
+                  1.0f}) {
     y = multiply_add(y, r, broadcast(c));
   }
   return select_less(x, lowest, broadcast(0.0f), scale_by_power(y, n));

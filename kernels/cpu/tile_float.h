@@ -28,14 +28,15 @@ class FloatTile {
     });
   }
 
-  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher<Cache>&) const {
+  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride,
+                  Prefetcher<Cache>&) const {
     const Cache* v = static_cast<const Cache*>(p_.v_cache) + kv * p_.v_stride_head;
     for_heads([&](int64_t first, auto n) {
+      const float *w = weights + first * kTile, *f = factors + first;
+      float* row = acc + first * stride;
       int64_t d = 0;
-      for (; d + 2 * simd::kLanes <= p_.head_dim; d += 2 * simd::kLanes) {
-        accumulate_at<n.value, 2>(tile, v + d, weights + first * kTile, factors + first, acc + first * stride + d, stride);
-      }
-      if (d < p_.head_dim) accumulate_at<n.value, 1>(tile, v + d, weights + first * kTile, factors + first, acc + first * stride + d, stride);
+      for (; d + 2 * simd::kLanes <= p_.head_dim; d += 2 * simd::kLanes) accumulate_at<n.value, 2>(tile, v + d, w, f, row + d, stride);
+      if (d < p_.head_dim) accumulate_at<n.value, 1>(tile, v + d, w, f, row + d, stride);
     });
   }
 

@@ -6,7 +6,7 @@
 //
 // Layout. Both products are one loop, `multiply`: lanes are tokens for q.k and dimensions for w.v, and each
 // instruction multiplies a lane's four bytes by four digits that all lanes share. So K is transposed by groups of
-// four dimensions, 16 tokens at a time, and V by groups of four tokens, 64 dimensions at a time; a transposed
+// four dimensions, 32 tokens at a time, and V by groups of four tokens, 64 dimensions at a time; a transposed
 // piece serves all heads of the GQA group before it leaves the L1 cache. vpdpbusd wants unsigned bytes on one side:
 // the cache's are offset by 128, and since (x + 128) . d = x . d + 128 * sum(d), the sum over d is taken off by
 // where the accumulators start.
@@ -38,16 +38,19 @@ class VnniTile {
 
   void logits(const Tile& tile, int64_t kv, float* out, Prefetcher<int8_t>& ahead) const {
     const int8_t* k = static_cast<const int8_t*>(p_.k_cache) + kv * p_.k_stride_head;
-    alignas(64) uint8_t keys[16 * kMaxDim];
-    for (int t = 0; t < tile.padded(); t += 16) {
+    const int64_t steps = p_.head_dim / 4;
+    alignas(64) uint8_t keys[2 * 16 * kMaxDim];  // the second group overwrites what the first wrote past its end
+    for (int t = 0; t < tile.padded(); t += 32) {
       transpose_keys(tile.k_row + t, k, keys);
-      multiply<1>(keys, p_.head_dim / 4, &query_[kv * group_], ahead, [&](int64_t head, int, __m512 dot) {
-        _mm512_storeu_ps(out + head * kTile + t, dot);
+      transpose_keys(tile.k_row + t + 16, k, keys + steps * 64);
+      multiply<2>(keys, steps, &query_[kv * group_], ahead, [&](int64_t head, int lanes, __m512 dot) {
+        _mm512_storeu_ps(out + head * kTile + t + lanes * 16, dot);
       });
     }
   }
 
-  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher<int8_t>& ahead) {
+  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride,
+                  Prefetcher<int8_t>& ahead) {
     const int8_t* v = static_cast<const int8_t*>(p_.v_cache) + kv * p_.v_stride_head;
     for (int64_t i = 0; i < group_; ++i) weights_[i].split(weights + i * kTile, tile.padded());
     const int64_t steps = (tile.count + 3) / 4;
@@ -145,7 +148,7 @@ class VnniTile {
       }
     }
     for (int64_t s = 0; s < steps; ++s) {
-      ahead.fetch(Groups);  // over both products, as many lines as the tile before had
+      ahead.fetch(Groups);  // over both products, the lines of one head
       __m512i lanes[Groups];
       for (int g = 0; g < Groups; ++g) lanes[g] = _mm512_load_si512(a + (g * steps + s) * 64);
       for (int h = 0; h < Heads; ++h) {
@@ -174,7 +177,7 @@ class VnniTile {
   }
 
   // 16 tokens to keys [dim / 4][token][4 dims]: a 16 x 16 transpose of dwords for every 64 dimensions, first within
-  // 4 x 4 blocks (unpack), then of the blocks (shuffle).
+  // 4 x 4 blocks (unpack), then of the blocks (shuffle). Writes up to the next multiple of 64 dimensions.
   void transpose_keys(const int64_t* rows, const int8_t* k, uint8_t* keys) const {
     for (int64_t d = 0; d < p_.head_dim; d += 64) {
       const __mmask64 present = dims_present(d);

@@ -1,0 +1,71 @@
+// The softmax of decode attention, tile by tile (softmax_state.h has the algebra).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "../softmax_state.h"
+#include "attention_tile.h"
+#include "simd.h"
+
+namespace pagedkv {
+
+constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
+
+// Turns a head's raw logits into weights, and its state into that of the tokens so far. Returns the factor by
+// which what was accumulated before has to be scaled.
+//
+// Logits are natural until the maximum is off: a logit of 40 rounded to base 2 would cost float32 results a
+// digit. m is a reference and need not be the maximum to the last bit, so only the difference has to be exact.
+inline float online_softmax(const AttentionParams& p, const Tile& tile, const float* k_scale, float* row, SoftmaxState& state) {
+  using namespace simd;
+  const Floats sm_scale = broadcast(p.sm_scale), cap = broadcast(p.logits_soft_cap);
+  Floats lane_max = broadcast(-INFINITY);
+  for (int t = 0; t < tile.padded(); t += kLanes) {
+    Floats x = load(row + t) * sm_scale;
+    if (k_scale) x = x * load(k_scale + t);
+    if (p.logits_soft_cap != 0.0f) x = tanh(x / cap) * cap;
+    store(row + t, x);
+    lane_max = max(x, lane_max);  // what pads the tile repeats a token, so it cannot raise the maximum
+  }
+  std::fill(row + tile.count, row + tile.padded(), -INFINITY);
+  const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
+  const float factor = m == state.m ? 1.0f : rescale(state.m, m);
+  const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest), reference = broadcast(-m);
+  Floats lane_sum = broadcast(0.0f);
+  for (int t = 0; t < tile.padded(); t += kLanes) {
+    const Floats x = load(row + t);
+    const Floats weight = exp2(multiply_add(x, log2e_rest, fma(x, log2e, reference)));
+    store(row + t, weight);
+    lane_sum = lane_sum + weight;
+  }
+  state = {m, state.l * factor + sum(lane_sum)};
+  return factor;
+}
+
+// A logit that joins the denominator only, as a state: l makes up for what rounding m took away.
+inline SoftmaxState sink_state(float logit) {
+  if (std::isinf(logit)) return {logit, 1.0f};
+  const double exact = logit * 1.4426950408889634;
+  const float m = static_cast<float>(exact);
+  return {m, static_cast<float>(std::exp2(exact - m))};
+}
+
+inline float natural_lse(SoftmaxState s) {
+  return s.l == 0.0f ? -INFINITY : static_cast<float>((s.m + std::log2(static_cast<double>(s.l))) * 0.6931471805599453);
+}
+
+// Adds a tile's weights to the sums of their blocks, and keeps the split's earlier blocks relative to the same maximum.
+inline void add_block_sums(const AttentionParams& p, const Tile& tile, int64_t split_begin, const float* weights, float factor,
+                           float* sums) {
+  int64_t block = tile.first / p.block_size;  // of the sequence
+  if (factor != 1.0f) {
+    for (int64_t b = split_begin / p.block_size; b <= block; ++b) sums[b] *= factor;
+  }
+  for (int r = 0; r < tile.num_runs; ++r, ++block) {
+    for (int t = tile.runs[r].begin; t < tile.runs[r].end; ++t) sums[block] += weights[t];
+  }
+}
+
+}  // namespace pagedkv
