@@ -86,15 +86,17 @@ def figure_folders():
     return [f"{ROOT}/evidence/{d}/figures/{e}" for d in DEVICES for e in EXPERIMENTS if runs_on(e, d)]
 
 
-def sources(experiment):
-    """The files that an experiment's figures depend on, its notebook first, relative to the repository."""
+def sources(experiment, device):
+    """The files that an experiment's figures depend on, its notebook first, relative to the repository. Another device's
+    kernels are not among them; but `build` compiles the CUDA files wherever it runs."""
+    others = "kernels/cpu/" if device == "cuda" else "kernels/cuda/" if EXPERIMENTS[experiment]["stage"] != "build" else "kernels/nothing/"
     found = {f"notebooks/{experiment}.ipynb": None}
     for name in EXPERIMENTS[experiment]["sources"]:
         for pattern in config["sources"].get(name, [name]):
             matches = sorted(p.as_posix() for p in Path(".").glob(pattern) if p.is_file() and "__pycache__" not in p.parts)
             if not matches:
                 stop(f"configuration, experiments.{experiment}.sources: {pattern} matches no file")
-            found.update(dict.fromkeys(matches))
+            found.update(dict.fromkeys(m for m in matches if not m.startswith(others)))
     return list(found)
 
 

@@ -16,7 +16,7 @@ def threads_of(wildcards):
 
 rule experiment:
     input:
-        sources=lambda w: sources(w.experiment),
+        sources=lambda w: sources(w.experiment, w.device),
         reads=lambda w: reads(w.experiment, w.device),
         model=lambda w: rules.model.output if EXPERIMENTS[w.experiment].get("model") else [],
     output:
