@@ -51,7 +51,7 @@ class AttentionItem {
         partial_(partial),
         kernel_(p),
         group_(p.num_heads / p.num_kv_heads),
-        weights_(group_ * kTile),
+        weights_(group_),
         factors_(group_) {}
 
   void run(int64_t seq, int64_t split, int64_t head_part) {
@@ -82,6 +82,10 @@ class AttentionItem {
   }
 
  private:
+  struct alignas(64) Row {
+    float of_token[kTile];
+  };
+
   void attend(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t split_begin, Prefetcher<Cache>& ahead) {
     alignas(64) float k_scale[kTile], v_scale[kTile];
     if constexpr (Kernel::kQuantised) {
@@ -89,16 +93,16 @@ class AttentionItem {
       tile.load_scales(p_.v_scale + kv * p_.v_scale_stride_head, p_.v_scale_stride_block, p_.v_scale_stride_token, v_scale);
     }
     const int64_t first = kv * group_;
-    kernel_.logits(tile, kv, weights_.data(), ahead);
+    kernel_.logits(tile, kv, weights_[0].of_token, ahead);
     for (int64_t i = 0; i < group_; ++i) {
-      float* row = weights_.data() + i * kTile;
+      float* row = weights_[i].of_token;
       factors_[i] = online_softmax(p_, tile, Kernel::kQuantised ? k_scale : nullptr, row, partial_.state(slot, first + i));
       if (partial_.block_sums) add_block_sums(p_, tile, split_begin, row, factors_[i], partial_.block_row(seq, first + i));
       if constexpr (Kernel::kQuantised) {
         for (int t = 0; t < tile.padded(); ++t) row[t] *= v_scale[t];
       }
     }
-    kernel_.accumulate(tile, kv, weights_.data(), factors_.data(), partial_.acc_row(slot, first), partial_.acc_stride, ahead);
+    kernel_.accumulate(tile, kv, weights_[0].of_token, factors_.data(), partial_.acc_row(slot, first), partial_.acc_stride, ahead);
   }
 
   const AttentionParams& p_;
@@ -106,7 +110,7 @@ class AttentionItem {
   const PartialResults& partial_;
   Kernel kernel_;
   int64_t group_;               // query heads of a KV head
-  std::vector<float> weights_;  // [group, kTile]: logits, then softmax weights
+  std::vector<Row> weights_;    // [group]: logits, then softmax weights
   std::vector<float> factors_;  // [group]
 };
 
@@ -124,20 +128,18 @@ void merge_splits(const AttentionParams& p, const AttentionPlan& plan, const Par
   if (p.sinks && splits > 0) all = merge(all, sink_state(p.sinks[head]));
   if (p.lse) p.lse[seq * p.num_heads + head] = range.valid ? natural_lse(all) : NAN;
 
-  for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) {
-    simd::Floats sum = simd::broadcast(range.valid ? 0.0f : NAN);
-    for (int64_t s = 0; s < splits; ++s) {
-      const float weight = rescale(partial.state(range.first_slot + s, head).m, all.m) / all.l;
-      sum = simd::fma(simd::load(partial.acc_row(range.first_slot + s, head) + d), simd::broadcast(weight), sum);
+  alignas(64) float sum[kMaxHeadDim];
+  std::fill_n(sum, p.head_dim, range.valid ? 0.0f : NAN);
+  for (int64_t s = 0; s < splits; ++s) {
+    float& m = partial.state(range.first_slot + s, head).m;
+    const float* acc = partial.acc_row(range.first_slot + s, head);
+    const simd::Floats weight = simd::broadcast(rescale(m, all.m) / all.l);
+    for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) {
+      simd::store(sum + d, simd::multiply_add(simd::load(acc + d), weight, simd::load(sum + d)));
     }
-    simd::store(out + d, sum);
+    m = rescale(m, tokens.m) / tokens.l;
   }
-  if (p.block_mass) {
-    for (int64_t s = 0; s < splits; ++s) {
-      float& m = partial.state(range.first_slot + s, head).m;
-      m = rescale(m, tokens.m) / tokens.l;
-    }
-  }
+  for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) simd::store(out + d, simd::load(sum + d));
 }
 
 inline void average_block_mass(const AttentionParams& p, const AttentionPlan& plan, const PartialResults& partial, int64_t seq) {

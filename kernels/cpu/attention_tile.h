@@ -8,6 +8,7 @@
 
 namespace pagedkv {
 
+constexpr int kMaxHeadDim = 256;
 constexpr int kTile = 64;  // tokens handled at a time: K and V of all heads (128 KB at 8 heads of 128) fit L2 twice
 constexpr int kPad = 32;   // tiles are padded to whole vectors of tokens, two of 16 in tile_vnni.h
 

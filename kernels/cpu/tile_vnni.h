@@ -30,7 +30,7 @@ class VnniTile {
 
   void load_query(int64_t seq, int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h) {
-      alignas(64) float row[kMaxDim] = {};
+      alignas(64) float row[kMaxHeadDim] = {};
       load_query_row(p_, seq, h, row);
       query_[h].split(row, (p_.head_dim + 15) / 16 * 16);
     }
@@ -39,7 +39,7 @@ class VnniTile {
   void logits(const Tile& tile, int64_t kv, float* out, Prefetcher<int8_t>& ahead) const {
     const int8_t* k = static_cast<const int8_t*>(p_.k_cache) + kv * p_.k_stride_head;
     const int64_t steps = p_.head_dim / 4;
-    alignas(64) uint8_t keys[2 * 16 * kMaxDim];  // the second group overwrites what the first wrote past its end
+    alignas(64) uint8_t keys[2 * 16 * kMaxHeadDim];  // the second group overwrites what the first wrote past its end
     for (int t = 0; t < tile.padded(); t += 32) {
       transpose_keys(tile.k_row + t, k, keys);
       transpose_keys(tile.k_row + t + 16, k, keys + steps * 64);
@@ -78,8 +78,6 @@ class VnniTile {
   }
 
  private:
-  static constexpr int kMaxDim = 256;
-
   // A vector of up to N floats as digits, most significant first.
   template <int N>
   struct DigitRow {
@@ -220,7 +218,7 @@ class VnniTile {
 
   const AttentionParams& p_;
   int64_t group_;                          // query heads of a KV head
-  std::vector<DigitRow<kMaxDim>> query_;   // [num_heads]
+  std::vector<DigitRow<kMaxHeadDim>> query_;   // [num_heads]
   std::vector<DigitRow<kTile>> weights_;   // [group]
 };
 
