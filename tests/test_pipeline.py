@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("pipeline")  # one worker: they share what 
 ALL = sorted(EXPERIMENTS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """A project with everything built; copied, never changed."""
     project = Project(tmp_path_factory.mktemp("built"))
