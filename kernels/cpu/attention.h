@@ -125,8 +125,8 @@ void merge_splits(const AttentionParams& p, const AttentionPlan& plan, const Par
   SoftmaxState tokens;
   for (int64_t s = 0; s < splits; ++s) tokens = merge(tokens, partial.state(range.first_slot + s, head));
   SoftmaxState all = tokens;
-  if (p.sinks && splits > 0) all = merge(all, sink_state(p.sinks[head]));
-  if (p.lse) p.lse[seq * p.num_heads + head] = range.valid ? natural_lse(all) : NAN;
+  if (p.sinks && splits > 0) all = merge(all, single_logit(p.sinks[head]));
+  if (p.lse) p.lse[seq * p.num_heads + head] = range.valid ? log_sum_exp(all) : NAN;
 
   alignas(64) float sum[kMaxHeadDim];
   std::fill_n(sum, p.head_dim, range.valid ? 0.0f : NAN);

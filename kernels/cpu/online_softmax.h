@@ -11,8 +11,6 @@
 
 namespace pagedkv {
 
-constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
-
 // Turns a head's raw logits into weights, and its state into that of the tokens so far. Returns the factor by
 // which what was accumulated before has to be scaled.
 //
@@ -42,18 +40,6 @@ inline float online_softmax(const AttentionParams& p, const Tile& tile, const fl
   }
   state = {m, state.l * factor + sum(lane_sum)};
   return factor;
-}
-
-// A logit that joins the denominator only, as a state: l makes up for what rounding m took away.
-inline SoftmaxState sink_state(float logit) {
-  if (std::isinf(logit)) return {logit, 1.0f};
-  const double exact = logit * 1.4426950408889634;
-  const float m = static_cast<float>(exact);
-  return {m, static_cast<float>(std::exp2(exact - m))};
-}
-
-inline float natural_lse(SoftmaxState s) {
-  return s.l == 0.0f ? -INFINITY : static_cast<float>((s.m + std::log2(static_cast<double>(s.l))) * 0.6931471805599453);
 }
 
 // Adds a tile's weights to the sums of their blocks, and keeps the split's earlier blocks relative to the same maximum.

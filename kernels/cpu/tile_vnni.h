@@ -103,7 +103,8 @@ class VnniTile {
           rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, low), 8);
         }
       }
-      for (int d = 0; d < Digits; ++d) start[d] = -128 * _mm512_reduce_add_epi32(sums[d]);
+      // Modulo 2^32, as vpdpbusd adds: the sums behind a NaN unit may be anything.
+      for (int d = 0; d < Digits; ++d) start[d] = static_cast<int32_t>(-128u * static_cast<uint32_t>(_mm512_reduce_add_epi32(sums[d])));
     }
 
     // The smallest power of two by which the largest element fits the digits; NaN if that element is not finite.
