@@ -17,7 +17,7 @@
 namespace pagedkv {
 
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
 
 struct SoftmaxState {
   float m = -INFINITY;
@@ -33,7 +33,21 @@ PAGEDKV_HD SoftmaxState merge(SoftmaxState a, SoftmaxState b) {
   return {m, a.l * rescale(a.m, m) + b.l * rescale(b.m, m)};
 }
 
-// The natural-log sum of exponentials; -inf for the empty state.
-PAGEDKV_HD float log_sum_exp(SoftmaxState s) { return s.l == 0.f ? -INFINITY : (s.m + log2f(s.l)) * kLn2; }
+// 2^(x log2 e - m): the weight of a natural logit x relative to the reference m. A logit of 40 rounded to base 2 would cost a
+// float32 result a digit; here only the difference is rounded.
+PAGEDKV_HD float natural_weight(float x, float m) { return x == -INFINITY ? 0.f : exp2f(fmaf(x, kLog2e, -m) + x * kLog2eRest); }
+
+// A single natural logit as a state: l makes up for what rounding m took away.
+PAGEDKV_HD SoftmaxState single_logit(float x) {
+  if (x == INFINITY || x == -INFINITY) return {x, x < 0.f ? 0.f : 1.f};
+  const float m = x * kLog2e;
+  return {m, natural_weight(x, m)};
+}
+
+// The natural-log sum of exponentials; -inf for the empty state. In double: at logits of 1e5 a float32 product is off by more than
+// the result's own rounding.
+PAGEDKV_HD float log_sum_exp(SoftmaxState s) {
+  return s.l == 0.f ? -INFINITY : static_cast<float>((double(s.m) + log2(double(s.l))) * 0.6931471805599453);
+}
 
 }  // namespace pagedkv

@@ -72,7 +72,7 @@ struct HeadView {
     return block >= 0 && block < p.num_blocks ? block : -1;
   }
 
-  // q . k of one token as a base-2 logit, the same in all the lanes of the group.
+  // q . k of one token as a natural logit, the same in all the lanes of the group.
   __device__ float logit(int64_t block, int offset) const {
     const KV* row = static_cast<const KV*>(p.k_cache) + block * p.k_stride_block + offset * p.k_stride_token + kv_head * p.k_stride_head;
     float dot = 0.f;
@@ -91,7 +91,7 @@ struct HeadView {
       x *= p.k_scale[block * p.k_scale_stride_block + offset * p.k_scale_stride_token + kv_head * p.k_scale_stride_head];
     }
     if (p.logits_soft_cap > 0.f) x = p.logits_soft_cap * tanhf(x / p.logits_soft_cap);
-    return x * kLog2e;
+    return x;
   }
 
   // acc += weight * v of one token.
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
     }
     const int offset = token % int(p.block_size);
     const float x = view.logit(block, offset);
-    const float m = fmaxf(state.m, x), keep = rescale(state.m, m), weight = rescale(x, m);
+    const float m = fmaxf(state.m, x * kLog2e), keep = rescale(state.m, m), weight = natural_weight(x, m);
     state = {m, state.l * keep + weight};
     if (keep != 1.f) {
 #pragma unroll
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kPlainThreads) block_mass_plain(AttentionParam
     for (int head = 0; head < p.num_heads; ++head) {
       const HeadView<Q, KV> view(p, seq, head);
       for (int token = begin + group; token < end; token += kTokenGroups) {
-        sum += exp2f(view.logit(view.block_of(token), token % int(p.block_size)) - totals[head].m) / totals[head].l;
+        sum += natural_weight(view.logit(view.block_of(token), token % int(p.block_size)), totals[head].m) / totals[head].l;
       }
     }
   }

@@ -67,7 +67,7 @@ struct Normaliser {
 __device__ inline Normaliser normaliser(SoftmaxState tokens, const float* sinks, int head) {
   if (tokens.l == 0.f) return {0.f, -INFINITY};
   SoftmaxState all = tokens;
-  if (sinks) all = merge(tokens, {sinks[head] * kLog2e, 1.f});
+  if (sinks) all = merge(tokens, single_logit(sinks[head]));
   return {rescale(tokens.m, all.m) / all.l, log_sum_exp(all)};
 }
 
