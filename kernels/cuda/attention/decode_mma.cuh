@@ -19,7 +19,8 @@
 // precision, and most steps need no cross-lane work at all. V's scales enter through a second reference, n,
 // over logit + log2(scale), so that any spread of scales keeps the weights within half precision's range.
 //
-// What limits it is bytes in flight (see the ladder notebook): 16 warps an SM x 3 half-steps x 2 KB. Short calls are
+// What limits it is bytes in flight: 16 warps an SM x 3 half-steps x 2 KB. Eight warps with twice the depth were slower on an
+// H200 (a step's own latency shows), prefetching into L2 too (its request rate is the next limit). Short calls are
 // limited by latencies in a row and by instruction fetch: code outside the loop is kept small.
 #pragma once
 
@@ -52,7 +53,7 @@ struct DecodeConfig {
   static constexpr int k_pieces = row_bytes / 64;                           // half lines of a row: what four lanes read at once
   static constexpr bool whole_lines = row_bytes >= 128;                     // else a row is half a line, and columns are tokens
   static constexpr int v_piece_bytes = row_bytes >= 128 ? 16 : 8;
-  static constexpr int v_pieces = row_bytes / (8 * v_piece_bytes);         // of one token, in a lane
+  static constexpr int v_pieces = row_bytes / (8 * v_piece_bytes);          // of one token, in a lane
   static constexpr int half_step_words = row_bytes * kStepTokens / 32 / 4;  // in a lane: K or V of 16 tokens
   static constexpr int out_tiles = kHeadDim / 16;                           // of 16 dims x 8 heads
   static constexpr int stage_steps = 512;                                   // whose table entries sit in shared memory
@@ -500,8 +501,8 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(next_entry);
       }
 
-      float x[4];        // base-2 logits
-      float v_log2[4];   // log2 of V's scales; of the whole step for block-head scales
+      float x[4];       // base-2 logits
+      float v_log2[4];  // log2 of V's token-head scales; a block-head scale is the step's
       scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
       if (more) pages.load_v(k, next_entry);
       if constexpr (C::kind == CacheKind::kInt8TokenHead) {
