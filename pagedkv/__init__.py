@@ -7,10 +7,15 @@ from pagedkv.ops.cache import reshape_and_cache
 from pagedkv.ops.eviction import evict_blocks, eviction_scores, select_eviction_candidates
 from pagedkv.ops.quantization import dequantize_kv, quantize_kv
 from pagedkv.ops.registry import backend
+from pagedkv.paged_cache import KVCacheFull, PagedKVCache
+from pagedkv.quant_spec import KVQuantSpec
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "KVCacheFull",
+    "KVQuantSpec",
+    "PagedKVCache",
     "backend",
     "dequantize_kv",
     "evict_blocks",

@@ -1,0 +1,345 @@
+"""The cache that a user holds: blocks of K and V of one layer, who owns them, and how they are encoded.
+
+What belongs to whom is kept on the host, in plain Python ints (`pagedkv.block_pool`); the device holds the data and the scales.
+So no call reads the device, and each is right however far the device lags behind; but bookkeeping is host work, and is not
+part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagedkv.block_pool import Append, BlockPool, KVCacheFull
+from pagedkv.ops import checks
+from pagedkv.ops.attention import paged_attention, quant_paged_attention
+from pagedkv.ops.cache import reshape_and_cache
+from pagedkv.quant_spec import KVQuantSpec, kv_spec, logit_shift
+
+__all__ = ["KVCacheFull", "PagedKVCache"]
+
+_STATE_VERSION = 1
+_NO_BLOCK = -1  # fills a row of block_tables past its sequence; never read
+
+
+class PagedKVCache:
+    """K and V of many sequences, in blocks of one pool.
+
+    Args:
+        num_blocks, block_size, num_kv_heads, head_dim: the pool, `[num_blocks, block_size, num_kv_heads, head_dim]` each for K and V;
+            `block_size` 1 to 256, `head_dim` a multiple of 8 up to 256.
+        spec: a `KVQuantSpec` or a name in `pagedkv.quant_spec.KV_SPECS`.
+        dtype: of an unquantised cache: float16 (the default), bfloat16 or float32. None with a spec that quantises.
+        device: cpu or a CUDA device.
+
+    A sequence is an int that `allocate` or `fork` returns; it is not used again after `free`. Wherever several are taken, a list
+    of them is. A block may belong to several sequences after `fork`; it is written only by one that holds it alone. One thread
+    at a time.
+
+    Positions are the caller's: the cache stores K as given (say, after RoPE), and attention over it knows no order but that of a
+    sliding window. After `evict` the tokens that remain keep the K they were written with, while their places in the table move up.
+
+    Raises:
+        TypeError, ValueError: in every method, an argument that names no sequence or has another type, dtype, shape or device than
+            asked for. Nothing has changed then.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        spec: KVQuantSpec | str = "block_head",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int = "cpu",
+    ):
+        self.spec = kv_spec(spec)
+        _positive(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        if self.spec.quantised and dtype is not None:
+            raise ValueError(f"dtype: expected None with {self.spec} (the cache is int8), got {dtype}")
+        dtype = torch.int8 if self.spec.quantised else dtype or torch.float16
+        if not self.spec.quantised and dtype not in checks.FLOATS:
+            raise TypeError(f"dtype: expected {' or '.join(map(str, checks.FLOATS))}, got {dtype}")
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if block_size > checks.MAX_BLOCK_SIZE:
+            raise ValueError(f"block_size: expected 1 to {checks.MAX_BLOCK_SIZE}, got {block_size}")
+        if head_dim % 8 != 0 or head_dim > checks.MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: expected a multiple of 8 from 8 to {checks.MAX_HEAD_DIM}, got {head_dim}")
+
+        # Zeros rather than what the memory held: a saved state should not carry somebody's old bytes.
+        self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self._k_scale = self._v_scale = None
+        if self.spec.quantised:
+            groups = shape[:3] if self.spec.granularity == "token_head" else (num_blocks, num_kv_heads)
+            self._k_scale, self._v_scale = (torch.ones(groups, dtype=torch.float32, device=device) for _ in range(2))
+        self.device = self._k.device
+        self.dtype = dtype
+
+        self._pool = BlockPool(num_blocks, block_size)
+        self._k_means: dict[int, Tensor] = {}  # of each sequence, float32 [num_kv_heads, head_dim]; empty if none is subtracted
+
+    # ------------------------------------------------------------------------------------------------------------------- owning
+
+    def allocate(self, num_tokens: int = 0, *, k_mean: Tensor | None = None) -> int:
+        """A new, empty sequence.
+
+        Args:
+            num_tokens: reserve blocks for so many, so that appending them cannot find the cache full (after `fork`, the copy of a last
+                block that is shared may).
+            k_mean: floating `[num_kv_heads, head_dim]`, what the spec takes out of this sequence's K (the mean over its prompt, say;
+                zeros take out nothing). Given exactly where the spec subtracts one. Copied.
+
+        Raises:
+            KVCacheFull: not enough blocks.
+        """
+        k_mean = self._checked_k_mean(k_mean)
+        seq = self._pool.allocate(num_tokens)
+        if k_mean is not None:
+            self._k_means[seq] = k_mean
+        return seq
+
+    def fork(self, seq: int) -> int:
+        """A new sequence with the tokens of `seq`, whose blocks they share. Costs no block until one of them appends.
+
+        Blocks reserved for `seq` and not yet written stay its own.
+        """
+        child = self._pool.fork(seq)
+        if self.spec.subtract_k_mean:
+            self._k_means[child] = self._k_means[seq]
+        return child
+
+    def free(self, seq: int) -> None:
+        """Give up a sequence: the blocks that no other holds are free again."""
+        self._pool.free(seq)
+        self._k_means.pop(seq, None)
+
+    def evict(self, seq: int, logical_blocks: Iterable[int]) -> None:
+        """Drop full blocks of a sequence; the later ones move up in its table, and its length shrinks by what they held.
+
+        No data moves. A last block that is not full cannot go, because a table has no room for a gap: `free` the sequence. Other
+        sequences that share a block keep it.
+
+        Args:
+            logical_blocks: distinct places in the sequence's row of `block_tables` (as in the columns of `block_mass`).
+        """
+        self._pool.evict(seq, logical_blocks)
+
+    # ------------------------------------------------------------------------------------------------------------------ writing
+
+    def append(self, seqs: int | Sequence[int], key: Tensor, value: Tensor) -> None:
+        """Write tokens at the ends of their sequences.
+
+        A block that is about to be written and is shared is copied first, data and scales, and the copy takes its place.
+
+        Args:
+            seqs: the sequence of each token, in order, one or more tokens of one or more sequences in any mixture; or one int, for all.
+            key, value: float16, bfloat16 or float32 `[num_tokens, num_kv_heads, head_dim]`, of one dtype.
+
+        Raises:
+            KVCacheFull: not enough blocks.
+        """
+        checks.tensors(key=key, value=value)
+        checks.tensor("key", key, checks.FLOATS, ("num_tokens", self.num_kv_heads, self.head_dim), self.device)
+        checks.tensor("value", value, (key.dtype,), key.shape, self.device)
+        owners = [seqs] * len(key) if isinstance(seqs, int) else list(seqs)
+        if len(owners) != len(key):
+            raise ValueError(f"seqs: expected one for each of the {len(key)} tokens, got {len(owners)}")
+        for seq in [seqs] if isinstance(seqs, int) else set(owners):
+            self._pool.find(seq)
+        if not owners:
+            return
+        plan = self._pool.plan_append(Counter(owners))
+        if plan.copies:
+            source, target = (torch.tensor(blocks, device=self.device) for blocks in zip(*plan.copies, strict=True))
+            for plane in self._planes().values():
+                plane[target] = plane[source]
+        self._write(key.detach(), value.detach(), owners, plan)
+        self._pool.commit(plan)  # last, and cannot fail: a write that raised (out of memory, say) leaves tables and lengths as they were
+
+    def _write(self, key: Tensor, value: Tensor, owners: list[int], plan: Append) -> None:
+        positions = {seq: itertools.count(self._pool.find(seq).length) for seq in plan.sequences}
+        slots = []
+        for seq in owners:
+            place, offset = divmod(next(positions[seq]), self.block_size)
+            slots.append(plan.sequences[seq].blocks[place] * self.block_size + offset)
+        slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+        means = None
+        if self.spec.subtract_k_mean:
+            rows = {seq: i for i, seq in enumerate(plan.sequences)}
+            means = torch.stack([self._k_means[seq] for seq in plan.sequences])
+            means = means[torch.tensor([rows[seq] for seq in owners], device=self.device)]
+        key, value = self.spec.encode_key(key, means), self.spec.encode_value(value)
+        if self.spec.quantised:
+            # Each block is first written at offset 0, which rids it of its former owner's scale.
+            reshape_and_cache(key, value.to(key.dtype), self._k, self._k_scale, self._v, self._v_scale, slots)
+        else:
+            self._k.flatten(0, 1)[slots] = key.to(self.dtype)
+            self._v.flatten(0, 1)[slots] = value.to(self.dtype)
+
+    # ------------------------------------------------------------------------------------------------------------------ reading
+
+    def decode(
+        self,
+        q: Tensor,
+        seqs: Sequence[int],
+        sm_scale: float | None = None,
+        *,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+        return_block_mass: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Attention of one query token per sequence, as `pagedkv.quant_paged_attention` over the tokens that were appended.
+
+        Args:
+            q: float16, bfloat16 or float32 `[num_seqs, num_heads, head_dim]`, `num_heads` a multiple of `num_kv_heads`.
+            seqs: the sequence of each row; one may come more than once.
+            sm_scale: default `head_dim ** -0.5`.
+
+        Other arguments and what is returned as there; `block_mass` has the columns of `block_tables(seqs)`. A sliding window counts
+        the tokens that are left after `evict`. A soft cap is refused where the spec subtracts a K mean.
+        """
+        checks.tensors(q=q)
+        seqs = list(seqs)
+        checks.tensor("q", q, checks.FLOATS, (len(seqs), "num_heads", self.head_dim), self.device)
+        shifted = self.spec.subtract_k_mean
+        if shifted and logits_soft_cap is not None:
+            raise ValueError("logits_soft_cap: expected None with a spec that subtracts the K mean: the cap needs the logits themselves")
+        if sinks is not None:
+            checks.tensors(sinks=sinks)
+            checks.tensor("sinks", sinks, checks.FLOAT32, (q.shape[1],), self.device)
+        sm_scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
+        tables, lengths = self.block_tables(seqs), self.seq_lens(seqs)
+        attend = quant_paged_attention if self.spec.quantised else paged_attention
+        results = attend(
+            self.spec.transform_query(q),
+            *self._planes().values(),
+            tables,
+            lengths,
+            sm_scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            # A sink is a logit like the others, so it cannot stand beside shifted ones: it joins afterwards.
+            sinks=None if shifted else sinks,
+            return_lse=return_lse or (shifted and sinks is not None),
+            return_block_mass=return_block_mass,
+        )
+        out, *more = results if isinstance(results, tuple) else (results,)
+        out = self.spec.restore_output(out)
+        if shifted and seqs and (return_lse or sinks is not None):
+            means = torch.stack([self._k_means[seq] for seq in seqs])
+            out, more[0] = _shift_back(out, more[0], logit_shift(q, means, sm_scale), sinks)
+            more = more if return_lse else more[1:]
+        return (out, *more) if more else out
+
+    def block_tables(self, seqs: Sequence[int]) -> Tensor:
+        """int32 `[num_seqs, max_blocks]` on the cache's device: the blocks that hold tokens, in order, then -1. At least one column."""
+        rows = [self._pool.written(seq) for seq in seqs]
+        width = max([1, *map(len, rows)])
+        rows = [[*row, *[_NO_BLOCK] * (width - len(row))] for row in rows]
+        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
+
+    def seq_lens(self, seqs: Sequence[int]) -> Tensor:
+        """int32 `[num_seqs]` on the cache's device: tokens that each sequence holds."""
+        return torch.tensor([self._pool.find(seq).length for seq in seqs], dtype=torch.int32, device=self.device)
+
+    @property
+    def sequences(self) -> list[int]:
+        """Every sequence that is allocated, oldest first."""
+        return self._pool.sequences
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free_blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool on the device: K, V and their scales, whether in use or not. K means are not counted."""
+        return sum(plane.nbytes for plane in self._planes().values())
+
+    # ------------------------------------------------------------------------------------------------------------------- saving
+
+    def state_dict(self) -> dict:
+        """All there is to the cache: tensors, ints and strings in dicts and lists, fit for `torch.save` and a `weights_only` load.
+
+        The tensors are the cache's own, as in `torch.nn.Module.state_dict`; the bookkeeping is a copy.
+        """
+        return {
+            "version": _STATE_VERSION,
+            **self._description(),
+            "planes": self._planes(),
+            "k_means": dict(self._k_means),
+            **self._pool.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Become what `state_dict` described; the data are copied, from any device.
+
+        Raises:
+            ValueError: it is of a cache of another shape, spec or dtype, or loses or doubles a block. Nothing has changed then.
+        """
+        wanted = {"version": _STATE_VERSION, **self._description()}
+        for name, value in wanted.items():
+            if state.get(name) != value:
+                raise ValueError(f"state[{name!r}]: expected {value!r}, got {state.get(name)!r}")
+        planes = self._planes()
+        for name, plane in planes.items():
+            checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
+        pool = BlockPool.from_state_dict(self.num_blocks, self.block_size, state)
+        k_means = {seq: self._checked_k_mean(k_mean.to(self.device)) for seq, k_mean in state["k_means"].items()}
+        if sorted(k_means) != (sorted(pool.sequences) if self.spec.subtract_k_mean else []):
+            raise ValueError(
+                f"state['k_means']: expected one for {'each' if self.spec.subtract_k_mean else 'no'} sequence, got {list(k_means)}"
+            )
+        for name, plane in planes.items():
+            plane.copy_(state["planes"][name])
+        self._pool, self._k_means = pool, k_means
+
+    # ------------------------------------------------------------------------------------------------------------------- parts
+
+    def _planes(self) -> dict[str, Tensor]:
+        """What a block consists of, in the order in which attention takes it."""
+        planes = {"k_cache": self._k, "k_scale": self._k_scale, "v_cache": self._v, "v_scale": self._v_scale}
+        return {name: plane for name, plane in planes.items() if plane is not None}
+
+    def _description(self) -> dict:
+        shape = [self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim]
+        return {"spec": dataclasses.asdict(self.spec), "dtype": str(self.dtype), "shape": shape}
+
+    def _checked_k_mean(self, k_mean: Tensor | None) -> Tensor | None:
+        """A float32 copy, if it is what the spec asks for."""
+        if (k_mean is not None) != self.spec.subtract_k_mean:
+            wanted = "a tensor" if self.spec.subtract_k_mean else "None"
+            raise ValueError(f"k_mean: expected {wanted} with {self.spec}, got {'None' if k_mean is None else type(k_mean).__name__}")
+        if k_mean is None:
+            return None
+        checks.tensors(k_mean=k_mean)
+        checks.tensor("k_mean", k_mean, checks.FLOATS, (self.num_kv_heads, self.head_dim), self.device)
+        return k_mean.detach().to(torch.float32, copy=True)
+
+
+def _shift_back(out: Tensor, lse: Tensor, shift: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` over shifted logits, as they are over the logits themselves, and with the sinks in the denominator."""
+    lse = lse + shift
+    if sinks is None:
+        return out, lse
+    empty = torch.isneginf(lse)  # a sequence without tokens: its lse stays -inf, sinks or not
+    with_sink = torch.logaddexp(lse, sinks)
+    share = torch.where(empty, 0.0, torch.exp(lse - with_sink))
+    return (out.float() * share[..., None]).to(out.dtype), torch.where(empty, lse, with_sink)
+
+
+def _positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        checks.integer(name, value)
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
