@@ -35,10 +35,23 @@ def test_each_row_stands_on_a_line_of_its_own(root):
     assert sum(line.startswith('  {"shape"') for line in lines) == 4
 
 
-def test_the_digest_does_not_depend_on_spelling(root):
+def test_the_digest_does_not_depend_on_spelling_but_a_respelled_record_is_refused(root):
     path = root / project.RECORD
-    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items())), indent=7))
-    records.read(path, root)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(record.items())), indent=7))
+    assert records.digest(json.loads(path.read_text())) == records.digest(record)
+    with pytest.raises(records.RecordError, match="text"):
+        records.read(path, root)
+
+
+def test_a_digit_too_far_back_to_make_another_float_is_found(root):
+    path = root / project.RECORD
+    record = json.loads(path.read_text())
+    record["rows"][0]["p50_us"] = 0.1
+    records.write(record, path, root)
+    path.write_text(path.read_text().replace('"p50_us": 0.1', '"p50_us": 0.10000000000000001'))
+    with pytest.raises(records.RecordError, match="text"):
+        records.read(path, root)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def validate(record: object, name: str, root: Path | None = None) -> None:
 
 
 def read(path: str | Path, root: Path | None = None) -> dict:
-    """A record from a file, checked against the schema and its own digest. Raises `RecordError`."""
+    """A record from a file, checked against the schema, its own digest and the form that `write` gives it. Raises `RecordError`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -113,6 +113,8 @@ def read(path: str | Path, root: Path | None = None) -> dict:
     validate(record, str(path), root)
     if record["provenance"]["digest"] != digest(record):
         raise RecordError(f"{path}: its digest does not match: a value was changed after the run that measured it")
+    if text != dumps(record):  # say a digit too far back to make another float
+        raise RecordError(f"{path}: its text is not what a run writes: it was changed after the run that measured it")
     return record
 
 
