@@ -101,6 +101,17 @@ def test_tiny_and_huge_values(device, cache, magnitude):
     decode(device, cache=cache, magnitude=magnitude).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("outliers", [1, 20])
+@pytest.mark.parametrize("ratio", [30, 1000])
+def test_outlier_channels_of_q_do_not_cost_the_others_their_digits(device, dtype, outliers, ratio):
+    """Channels in which q is large and K small, as in real models: integer q must still resolve the rest."""
+    case = decode(device, lengths=(60, 37), head_dim=128, block_size=16, dtype=dtype)
+    case.q[..., :outliers] *= ratio
+    case.k_cache[..., :outliers] = torch.sign(case.k_cache[..., :outliers])
+    case.check()
+
+
 @pytest.mark.parametrize("offset", [-1e5, 1e5])
 def test_logits_far_from_zero(device, offset):
     """All logits below -5e4: a running maximum that starts at a finite number is wrong."""
@@ -110,6 +121,14 @@ def test_logits_far_from_zero(device, offset):
     case.k_cache[..., 0] = 127
     case.k_scale.fill_(abs(offset) / 127)
     case.sm_scale = math.copysign(1.0, offset)
+    case.check()
+
+
+@pytest.mark.parametrize("cache", ["float16", "float32"])
+def test_tokens_at_minus_infinity_weigh_nothing(device, cache):
+    case = decode(device, cache=cache, lengths=(300,), block_size=64, head_dim=64)
+    case.q[..., 0] = 1.0
+    case.k_cache[case.block_tables[0, :4].long(), :, :, 0] = -math.inf  # whole tiles of them, then 44 tokens that count
     case.check()
 
 

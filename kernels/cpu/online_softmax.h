@@ -30,7 +30,8 @@ inline float online_softmax(const AttentionParams& p, const Tile& tile, const fl
   std::fill(row + tile.count, row + tile.padded(), -INFINITY);
   const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
   const float factor = m == state.m ? 1.0f : rescale(state.m, m);
-  const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest), reference = broadcast(-m);
+  const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest);
+  const Floats reference = broadcast(m == -INFINITY ? 0.0f : -m);  // logits of -inf so far: weights of 0, not NaN
   Floats lane_sum = broadcast(0.0f);
   for (int t = 0; t < tile.padded(); t += kLanes) {
     const Floats x = load(row + t);

@@ -12,7 +12,7 @@ size_t quant_paged_attention_workspace(const AttentionParams& p) { return attent
 
 void quant_paged_attention(const AttentionParams& p, void* workspace, void*) {
 #if defined(PAGEDKV_VNNI)
-  p.q_dtype == DType::kFloat32 ? attention<VnniTile<4>>(p, workspace) : attention<VnniTile<2>>(p, workspace);
+  two_digits_serve(p) ? attention<VnniTile<2>>(p, workspace) : attention<VnniTile<4>>(p, workspace);
 #else
   attention<FloatTile<int8_t>>(p, workspace);
 #endif

@@ -1,8 +1,8 @@
 // The tile kernel for int8 caches in AVX-512 VNNI: K and V stay integers, and q and the softmax weights are split
 // into int8 digits, so that both products are exact integer dot products of 64 multiplications an instruction.
 //
-// Digits. x = unit * (d[0] * 256^(D-1) + ... + d[D-1]) with signed bytes d and a power of two as unit: two digits
-// for half q (2^-15 of the largest element, below half's own rounding), four for float32 (2^-31, below float32's).
+// Digits. x = unit * (d[0] * 256^(D-1) + ... + d[D-1]) with signed bytes d and a power of two as unit. Four digits
+// (2^-31 of the largest element) for float32 q; two (2^-15) for half q whose elements are alike in size, see two_digits_serve.
 //
 // Layout. Both products are one loop, `multiply`: lanes are tokens for q.k and dimensions for w.v, and each
 // instruction multiplies a lane's four bytes by four digits that all lanes share. So K is transposed by groups of
@@ -14,11 +14,32 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "attention.h"
 
 namespace pagedkv {
+
+// Whether two digits hold each row of q as well as its half precision does: 2^-15 of the largest element is too coarse for
+// the others where that one is an outlier, as channels of real models are.
+inline bool two_digits_serve(const AttentionParams& p) {
+  if (p.q_dtype == DType::kFloat32) return false;
+  alignas(64) float row[kMaxHeadDim] = {};
+  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
+    for (int64_t h = 0; h < p.num_heads; ++h) {
+      load_query_row(p, seq, h, row);
+      float peak = 0.0f;
+      for (int64_t d = 0; d < p.head_dim; ++d) peak = std::max(peak, std::fabs(row[d]));
+      int64_t small = 0;
+      for (int64_t d = 0; d < p.head_dim; ++d) small += row[d] != 0.0f && std::fabs(row[d]) * 32.0f < peak;
+      if (small * 4 > p.head_dim) return false;  // of Gaussian elements, a tenth
+    }
+  }
+  return true;
+}
 
 template <int Digits>
 class VnniTile {

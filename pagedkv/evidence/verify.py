@@ -112,7 +112,9 @@ class Verifier:
                     yield Finding(name, "stale", moved)
             for figure, wanted in (record or {"provenance": {}})["provenance"].get("figures", {}).items():
                 drawn = f"figures/{path.parent.name}/{figure}"
-                if (self.root / drawn).is_file() and self._hash(drawn) != wanted:
+                if not (self.root / drawn).is_file():
+                    yield Finding(drawn, "missing", f"the run of {name} drew it")
+                elif self._hash(drawn) != wanted:
                     yield Finding(drawn, "fails", f"not the figure that the run of {name} drew")
 
     def prose(self) -> Iterator[Finding]:

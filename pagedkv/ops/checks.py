@@ -10,14 +10,14 @@ A decode step calls an op once a layer, so the good path is kept short: comparis
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT32, INT8, INT32, INT64, BOOL = (torch.float32,), (torch.int8,), (torch.int32,), (torch.int64,), (torch.bool,)
 GRANULARITIES = ("block_head", "token_head")
+FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 
@@ -145,12 +145,12 @@ def _decode(q_shape, cache_shape, block_tables, seq_lens, sm_scale, sliding_wind
     tensor("seq_lens", seq_lens, INT32, (num_seqs,), device)
     if sinks is not None:
         tensor("sinks", sinks, FLOAT32, (num_heads,), device)
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"sm_scale: expected a finite number, got {sm_scale}")
+    if not abs(sm_scale) <= FLOAT32_MAX:
+        raise ValueError(f"sm_scale: expected a number that is finite in float32, got {sm_scale}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: expected at least 1, or None for no window, got {sliding_window}")
-    if logits_soft_cap is not None and not (0 < logits_soft_cap < math.inf):
-        raise ValueError(f"logits_soft_cap: expected a finite number above 0, or None for no cap, got {logits_soft_cap}")
+    if logits_soft_cap is not None and not (FLOAT32_TINY <= logits_soft_cap <= FLOAT32_MAX):
+        raise ValueError(f"logits_soft_cap: expected a number above 0 and finite in float32, or None for no cap, got {logits_soft_cap}")
 
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b) -> None:
