@@ -170,7 +170,7 @@ def _plugin() -> Piece:
 
 def _ncu() -> Piece:
     path = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
-    blocks = "hardware counters in the profile notebook"
+    blocks = "hardware counters of a kernel"
     if path is None:
         return Piece("Nsight Compute", False, "no ncu", blocks, "apt-get install nsight-compute, or the CUDA toolkit")
     try:
