@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A notebook that measures nothing: it writes a record that the schema accepts, without the time that torch takes to load.
 CELL = """
-import hashlib, json, os
+import hashlib, os
 from pathlib import Path
 def sha(path): return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 print("measuring {name}", flush=True)
@@ -32,9 +32,9 @@ content = dict(
                     sources={{s: sha(s) for s in sources}}, inputs={{s: sha(s) for s in inputs}}, figures={{figure.name: sha(figure)}},
                     finished_at="2026-01-01T00:00:00Z", seconds=1.0),
     rows=[dict(value={value})])
-canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-content["provenance"]["digest"] = hashlib.sha256(canonical).hexdigest()
-Path(record).write_text(json.dumps(content))
+from pagedkv.evidence import record as records
+content["provenance"]["digest"] = records.digest(content)
+Path(record).write_text(records.dumps(content))
 """
 PARAMETERS = 'device = "auto"\nquick = False\nrecord = None\nfigures = None\nrule = None\nsources = None\ninputs = None'
 
