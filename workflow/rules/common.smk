@@ -89,7 +89,8 @@ def figure_folders():
 def sources(experiment, device):
     """The files that an experiment's figures depend on, its notebook first, relative to the repository. Another device's
     kernels are not among them; but `build` compiles the CUDA files wherever it runs."""
-    others = "kernels/cpu/" if device == "cuda" else "kernels/cuda/" if EXPERIMENTS[experiment]["stage"] != "build" else "kernels/nothing/"
+    compiles_cuda = device == "cuda" or EXPERIMENTS[experiment]["stage"] == "build"
+    others = (*([] if device == "cpu" else ["kernels/cpu/"]), *([] if compiles_cuda else ["kernels/cuda/"]))
     found = {f"notebooks/{experiment}.ipynb": None}
     for name in EXPERIMENTS[experiment]["sources"]:
         for pattern in config["sources"].get(name, [name]):
