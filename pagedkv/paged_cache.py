@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from pagedkv.block_pool import Append, BlockPool, KVCacheFull
+from pagedkv.kv_planes import KVPlanes
 from pagedkv.ops import checks
-from pagedkv.ops.attention import paged_attention, quant_paged_attention
-from pagedkv.ops.cache import reshape_and_cache
-from pagedkv.quant_spec import KVQuantSpec, kv_spec, logit_shift
+from pagedkv.quant_spec import KVQuantSpec
 
 __all__ = ["KVCacheFull", "PagedKVCache"]
 
@@ -60,28 +59,9 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | int = "cpu",
     ):
-        self.spec = kv_spec(spec)
-        _positive(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        if self.spec.quantised and dtype is not None:
-            raise ValueError(f"dtype: expected None with {self.spec} (the cache is int8), got {dtype}")
-        dtype = torch.int8 if self.spec.quantised else dtype or torch.float16
-        if not self.spec.quantised and dtype not in checks.FLOATS:
-            raise TypeError(f"dtype: expected {' or '.join(map(str, checks.FLOATS))}, got {dtype}")
-        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        if block_size > checks.MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size: expected 1 to {checks.MAX_BLOCK_SIZE}, got {block_size}")
-        if head_dim % 8 != 0 or head_dim > checks.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim: expected a multiple of 8 from 8 to {checks.MAX_HEAD_DIM}, got {head_dim}")
-
-        # Zeros rather than what the memory held: a saved state should not carry somebody's old bytes.
-        self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self._k_scale = self._v_scale = None
-        if self.spec.quantised:
-            groups = shape[:3] if self.spec.granularity == "token_head" else (num_blocks, num_kv_heads)
-            self._k_scale, self._v_scale = (torch.ones(groups, dtype=torch.float32, device=device) for _ in range(2))
-        self.device = self._k.device
-        self.dtype = dtype
-
+        self._planes = KVPlanes(num_blocks, block_size, num_kv_heads, head_dim, spec, dtype, device)
+        self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = num_blocks, block_size, num_kv_heads, head_dim
+        self.spec, self.device, self.dtype = self._planes.spec, self._planes.device, self._planes.dtype
         self._pool = BlockPool(num_blocks, block_size)
         self._k_means: dict[int, Tensor] = {}  # of each sequence, float32 [num_kv_heads, head_dim]; empty if none is subtracted
 
@@ -157,9 +137,7 @@ class PagedKVCache:
             return
         plan = self._pool.plan_append(Counter(owners))
         if plan.copies:
-            source, target = (torch.tensor(blocks, device=self.device) for blocks in zip(*plan.copies, strict=True))
-            for plane in self._planes().values():
-                plane[target] = plane[source]
+            self._planes.copy_blocks(*(torch.tensor(blocks, device=self.device) for blocks in zip(*plan.copies, strict=True)))
         self._write(key.detach(), value.detach(), owners, plan)
         self._pool.commit(plan)  # last, and cannot fail: a write that raised (out of memory, say) leaves tables and lengths as they were
 
@@ -171,18 +149,7 @@ class PagedKVCache:
             slots.append(plan.sequences[seq].blocks[place] * self.block_size + offset)
         slots = torch.tensor(slots, dtype=torch.int64, device=self.device)
 
-        means = None
-        if self.spec.subtract_k_mean:
-            rows = {seq: i for i, seq in enumerate(plan.sequences)}
-            means = torch.stack([self._k_means[seq] for seq in plan.sequences])
-            means = means[torch.tensor([rows[seq] for seq in owners], device=self.device)]
-        key, value = self.spec.encode_key(key, means), self.spec.encode_value(value)
-        if self.spec.quantised:
-            # Each block is first written at offset 0, which rids it of its former owner's scale.
-            reshape_and_cache(key, value.to(key.dtype), self._k, self._k_scale, self._v, self._v_scale, slots)
-        else:
-            self._k.flatten(0, 1)[slots] = key.to(self.dtype)
-            self._v.flatten(0, 1)[slots] = value.to(self.dtype)
+        self._planes.write(key, value, slots, self._means(owners))
 
     # ------------------------------------------------------------------------------------------------------------------ reading
 
@@ -211,35 +178,18 @@ class PagedKVCache:
         checks.tensors(q=q)
         seqs = list(seqs)
         checks.tensor("q", q, checks.FLOATS, (len(seqs), "num_heads", self.head_dim), self.device)
-        shifted = self.spec.subtract_k_mean
-        if shifted and logits_soft_cap is not None:
-            raise ValueError("logits_soft_cap: expected None with a spec that subtracts the K mean: the cap needs the logits themselves")
-        if sinks is not None:
-            checks.tensors(sinks=sinks)
-            checks.tensor("sinks", sinks, checks.FLOAT32, (q.shape[1],), self.device)
-        sm_scale = self.head_dim**-0.5 if sm_scale is None else sm_scale
-        tables, lengths = self.block_tables(seqs), self.seq_lens(seqs)
-        attend = quant_paged_attention if self.spec.quantised else paged_attention
-        results = attend(
-            self.spec.transform_query(q),
-            *self._planes().values(),
-            tables,
-            lengths,
-            sm_scale,
+        return self._planes.attend(
+            q,
+            self.block_tables(seqs),
+            self.seq_lens(seqs),
+            self.head_dim**-0.5 if sm_scale is None else sm_scale,
+            self._means(seqs),
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
-            # A sink is a logit like the others, so it cannot stand beside shifted ones: it joins afterwards.
-            sinks=None if shifted else sinks,
-            return_lse=return_lse or (shifted and sinks is not None),
+            sinks=sinks,
+            return_lse=return_lse,
             return_block_mass=return_block_mass,
         )
-        out, *more = results if isinstance(results, tuple) else (results,)
-        out = self.spec.restore_output(out)
-        if shifted and seqs and (return_lse or sinks is not None):
-            means = torch.stack([self._k_means[seq] for seq in seqs])
-            out, more[0] = _shift_back(out, more[0], logit_shift(q, means, sm_scale), sinks)
-            more = more if return_lse else more[1:]
-        return (out, *more) if more else out
 
     def block_tables(self, seqs: Sequence[int]) -> Tensor:
         """int32 `[num_seqs, max_blocks]` on the cache's device: the blocks that hold tokens, in order, then -1. At least one column."""
@@ -264,7 +214,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the pool on the device: K, V and their scales, whether in use or not. K means are not counted."""
-        return sum(plane.nbytes for plane in self._planes().values())
+        return sum(plane.nbytes for plane in self._planes.tensors().values())
 
     # ------------------------------------------------------------------------------------------------------------------- saving
 
@@ -276,7 +226,7 @@ class PagedKVCache:
         return {
             "version": _STATE_VERSION,
             **self._description(),
-            "planes": self._planes(),
+            "planes": self._planes.tensors(),
             "k_means": dict(self._k_means),
             **self._pool.state_dict(),
         }
@@ -291,7 +241,7 @@ class PagedKVCache:
         for name, value in wanted.items():
             if state.get(name) != value:
                 raise ValueError(f"state[{name!r}]: expected {value!r}, got {state.get(name)!r}")
-        planes = self._planes()
+        planes = self._planes.tensors()
         for name, plane in planes.items():
             checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
         pool = BlockPool.from_state_dict(self.num_blocks, self.block_size, state)
@@ -306,10 +256,13 @@ class PagedKVCache:
 
     # ------------------------------------------------------------------------------------------------------------------- parts
 
-    def _planes(self) -> dict[str, Tensor]:
-        """What a block consists of, in the order in which attention takes it."""
-        planes = {"k_cache": self._k, "k_scale": self._k_scale, "v_cache": self._v, "v_scale": self._v_scale}
-        return {name: plane for name, plane in planes.items() if plane is not None}
+    def _means(self, seqs: Sequence[int]) -> Tensor | None:
+        """What is taken out of the K of each, float32 `[len(seqs), num_kv_heads, head_dim]`."""
+        if not self.spec.subtract_k_mean:
+            return None
+        distinct = {seq: i for i, seq in enumerate(dict.fromkeys(seqs))}
+        means = torch.stack([torch.zeros((self.num_kv_heads, self.head_dim), device=self.device), *(self._k_means[seq] for seq in distinct)])
+        return means[torch.tensor([1 + distinct[seq] for seq in seqs], dtype=torch.int64, device=self.device)]
 
     def _description(self) -> dict:
         shape = [self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim]
@@ -325,21 +278,3 @@ class PagedKVCache:
         checks.tensors(k_mean=k_mean)
         checks.tensor("k_mean", k_mean, checks.FLOATS, (self.num_kv_heads, self.head_dim), self.device)
         return k_mean.detach().to(torch.float32, copy=True)
-
-
-def _shift_back(out: Tensor, lse: Tensor, shift: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` over shifted logits, as they are over the logits themselves, and with the sinks in the denominator."""
-    lse = lse + shift
-    if sinks is None:
-        return out, lse
-    empty = torch.isneginf(lse)  # a sequence without tokens: its lse stays -inf, sinks or not
-    with_sink = torch.logaddexp(lse, sinks)
-    share = torch.where(empty, 0.0, torch.exp(lse - with_sink))
-    return (out.float() * share[..., None]).to(out.dtype), torch.where(empty, lse, with_sink)
-
-
-def _positive(**arguments: int) -> None:
-    for name, value in arguments.items():
-        checks.integer(name, value)
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
