@@ -1,4 +1,4 @@
-// What the non-attention kernels share: error checks, dispatch over dtypes, eight elements at a time.
+// What the kernels share: error checks, dispatch over dtypes, prefix sums, eight elements at a time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,6 +55,53 @@ __device__ __forceinline__ Quotient divide(int64_t a, int b) {
   }
   const int64_t q = a / b;
   return {q, static_cast<int>(a - q * b)};
+}
+
+// ------------------------------------------------------------------------------------------- prefix sums
+
+// Inclusive, over aligned groups of kLanes (a power of two) lanes of a warp. All lanes take part.
+template <int kLanes = 32, class T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int delta = 1; delta < kLanes; delta *= 2) {
+    const T before = __shfl_up_sync(~0u, value, delta, kLanes);
+    if (lane >= delta) value += before;
+  }
+  return value;
+}
+
+// Exclusive, over the kThreads threads of a CTA, and the total. `scratch` is shared memory for kThreads / 32 + 1 values, free
+// again after the caller's next barrier.
+template <int kThreads, class T>
+__device__ __forceinline__ T block_exclusive_sum(T value, T* scratch, T* total) {
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const T inclusive = warp_inclusive_sum(value);
+  if (lane == 31) scratch[warp] = inclusive;
+  __syncthreads();
+  T before = 0;
+  if constexpr (kWarps <= 8) {  // a few independent loads take less time than five shuffles and a barrier
+    T sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      before += w < warp ? scratch[w] : T{0};
+      sum += scratch[w];
+    }
+    *total = sum;
+  } else {
+    static_assert(kWarps == 32, "a lane for each warp");
+    if (warp == 0) {
+      const T own = scratch[lane];
+      const T up_to_here = warp_inclusive_sum(own);
+      scratch[lane] = up_to_here - own;
+      if (lane == 31) scratch[kWarps] = up_to_here;
+    }
+    __syncthreads();
+    *total = scratch[kWarps];
+    before = scratch[warp];
+  }
+  return before + inclusive - value;
 }
 
 // --------------------------------------------------------------------- eight elements, as they lie in memory

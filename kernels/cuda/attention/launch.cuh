@@ -2,17 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "attention/decode_mma.cuh"
 #include "attention/decode_plain.cuh"
 
 namespace pagedkv::attention {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 template <typename T>
 __global__ void architecture_probe() {}
@@ -28,12 +22,7 @@ inline int compiled_for() {
   return version;
 }
 
-inline int num_sms() {
-  int device = 0, count = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
-}
+inline int num_sms() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 // ---------------------------------------------------------------------------------------- one path's launches
 

@@ -22,7 +22,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "ops.h"
+#include "common.cuh"
 
 namespace pagedkv::attention {
 
@@ -80,24 +80,6 @@ __device__ inline WorkItem make_item(const SplitPlan& plan, TokenRange r, int se
   return {seq, split, num_splits, index, max(first, r.begin), int(min(last, int64_t(r.end))), r.bad};
 }
 
-// Inclusive sum over the CTA's threads; `warp_sums` is shared scratch of kThreads / 32 ints.
-template <int kThreads>
-__device__ inline int block_inclusive_sum(int value, int* warp_sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, value, d);
-    if (lane >= d) value += other;
-  }
-  if (lane == 31) warp_sums[warp] = value;
-  __syncthreads();
-  int before = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) before += w < warp ? warp_sums[w] : 0;
-  __syncthreads();
-  return value + before;
-}
-
 }  // namespace detail
 
 // The work of item `index`, left in shared memory by all the threads of the CTA; false: nothing to do.
@@ -118,8 +100,7 @@ __device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens,
     return split < num_splits;
   }
 
-  __shared__ int warp_sums[kThreads / 32];
-  __shared__ int total;
+  __shared__ int scratch[kThreads / 32 + 1];
   // Each thread owns a run of consecutive sequences, so that an ordered sum over threads is one over sequences.
   const int run = ceil_div(plan.num_seqs, kThreads);
   const int seq_begin = min(int(threadIdx.x) * run, plan.num_seqs), seq_end = min(seq_begin + run, plan.num_seqs);
@@ -128,8 +109,8 @@ __device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens,
   int units = first_units;
 #pragma unroll 1  // code that runs once is paid for in instruction fetches
   for (int s = seq_begin + 1; s < seq_end; ++s) units += units_of(s);
-  const int units_up_to_here = block_inclusive_sum<kThreads>(units, warp_sums);
-  if (threadIdx.x == kThreads - 1) total = units_up_to_here;
+  int total;
+  block_exclusive_sum<kThreads>(units, scratch, &total);
   if (threadIdx.x == 0) work.num_splits = 0;
   __syncthreads();
   const int units_per_split = max(1, ceil_div(total, plan.target));
@@ -138,7 +119,8 @@ __device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens,
   int splits = seq_begin < seq_end ? splits_of(first_units) : 0;
 #pragma unroll 1
   for (int s = seq_begin + 1; s < seq_end; ++s) splits += splits_of(units_of(s));
-  int first = block_inclusive_sum<kThreads>(splits, warp_sums) - splits;
+  int num_items;
+  int first = block_exclusive_sum<kThreads>(splits, scratch, &num_items);
   if (index >= first && index < first + splits) {
 #pragma unroll 1
     for (int s = seq_begin; s < seq_end; ++s) {

@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <limits>
+
 #include "attention/plan.cuh"
 #include "softmax_state.h"
 
@@ -54,7 +56,7 @@ struct Partials {
 
 // A sequence that cannot be answered (a bad length, a block id outside the pool): merging keeps it, and all
 // that is computed from it is NaN.
-#define kBadState (SoftmaxState{INFINITY, NAN})
+constexpr SoftmaxState kBadState{std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
 
 __device__ inline bool is_bad(SoftmaxState s) { return s.m == INFINITY; }
 

@@ -1,4 +1,4 @@
-// Building blocks of selection: ordered keys, scans and a sort within a CTA, and teams of CTAs.
+// Building blocks of selection: ordered keys, a sort within a CTA, and teams of CTAs.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -36,35 +36,6 @@ struct Team {
     }
   }
 };
-
-// Exclusive prefix sum over the CTA's threads, and the total. `scratch` holds kWarps + 1 values; it is free again
-// after the caller's next barrier.
-template <class T>
-__device__ __forceinline__ T exclusive_scan(T value, T* scratch, T* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T inclusive = value;
-#pragma unroll
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const T below = __shfl_up_sync(~0u, inclusive, delta);
-    if (lane >= delta) inclusive += below;
-  }
-  if (lane == 31) scratch[warp] = inclusive;
-  __syncthreads();
-  if (warp == 0) {
-    const T own = scratch[lane];
-    T sum = own;
-#pragma unroll
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const T below = __shfl_up_sync(~0u, sum, delta);
-      if (lane >= delta) sum += below;
-    }
-    scratch[lane] = sum - own;
-    if (lane == 31) scratch[kWarps] = sum;
-  }
-  __syncthreads();
-  *total = scratch[kWarps];
-  return scratch[warp] + inclusive - value;
-}
 
 // Sorts in place, ascending, any number of elements: Batcher's bitonic network in the form whose comparators all
 // point one way, so elements past the end act as +infinity and need not exist. Steps whose comparators stay within

@@ -53,13 +53,7 @@ __device__ inline void find_prefix(const RadixParams& p, RadixShared& shared, in
       uint32_t count[kDigits / 32], own = 0;
 #pragma unroll
       for (int i = 0; i < kDigits / 32; ++i) own += count[i] = __ldcg(p.histograms + level * kDigits + lane * (kDigits / 32) + i);
-      uint32_t below = own;
-#pragma unroll
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, below, delta);
-        if (lane >= delta) below += other;
-      }
-      below -= own;
+      uint32_t below = warp_inclusive_sum(own) - own;
       const unsigned holder = __ballot_sync(~0u, below < wanted && wanted <= below + own);
       uint32_t digit = 0;
 #pragma unroll
@@ -118,7 +112,7 @@ __device__ inline void count_chunk(const RadixParams& p, const Team& team, Radix
     counts += (key < shared.prefix ? uint64_t{1} << 32 : 0) + (key == shared.prefix ? 1 : 0);
   }
   uint64_t total;
-  exclusive_scan(counts, shared.scan, &total);
+  block_exclusive_sum<kThreads>(counts, shared.scan, &total);
   if (threadIdx.x == 0) p.counts[team.rank] = total >> 32, p.counts[kMaxCtas + team.rank] = static_cast<uint32_t>(total);
 }
 
@@ -129,7 +123,7 @@ __device__ inline void collect(const RadixParams& p, const Team& team, RadixShar
     before += static_cast<uint64_t>(__ldcg(p.counts + cta)) << 32 | __ldcg(p.counts + kMaxCtas + cta);
   }
   uint64_t carry;
-  exclusive_scan(before, shared.scan, &carry);
+  block_exclusive_sum<kThreads>(before, shared.scan, &carry);
   __syncthreads();
   const Chunk chunk(p.num_blocks, team);
   for (int64_t tile = chunk.begin; tile < chunk.end; tile += kThreads) {
@@ -137,7 +131,7 @@ __device__ inline void collect(const RadixParams& p, const Team& team, RadixShar
     const uint32_t key = id < chunk.end ? key_of(__ldcg(p.scores + id)) : 0xffffffffu;
     const bool below = id < chunk.end && key < shared.prefix, equal = id < chunk.end && key == shared.prefix;
     uint64_t total;
-    const uint64_t position = carry + exclusive_scan((below ? uint64_t{1} << 32 : 0) + (equal ? 1 : 0), shared.scan, &total);
+    const uint64_t position = carry + block_exclusive_sum<kThreads>((below ? uint64_t{1} << 32 : 0) + (equal ? 1 : 0), shared.scan, &total);
     carry += total;
     const uint32_t ties = static_cast<uint32_t>(position);  // that come before this block
     if (below || (equal && ties < shared.wanted)) {
@@ -181,7 +175,7 @@ __device__ inline void scatter_digit(const RadixParams& p, const Team& team, Rad
   }
   uint32_t all;
   const bool leads = threadIdx.x % kShare == 0;
-  const uint32_t below = exclusive_scan(leads ? total : 0u, shared.small_scan, &all);
+  const uint32_t below = block_exclusive_sum<kThreads>(leads ? total : 0u, shared.small_scan, &all);
   if (leads) shared.base[digit] = below + before;
   __syncthreads();
 
@@ -205,12 +199,7 @@ __device__ inline void scatter_digit(const RadixParams& p, const Team& team, Rad
       uint32_t count[kEach], sum = 0;
 #pragma unroll
       for (int w = 0; w < kEach; ++w) sum += count[w] = shared.warp_digits[first + w][digit];
-      uint32_t inclusive = sum;
-#pragma unroll
-      for (int delta = 1; delta < kShare; delta *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, inclusive, delta, kShare);
-        if (threadIdx.x % kShare >= delta) inclusive += other;
-      }
+      const uint32_t inclusive = warp_inclusive_sum<kShare>(sum);
       const uint32_t base = shared.base[digit];
       uint32_t position = base + inclusive - sum;
 #pragma unroll

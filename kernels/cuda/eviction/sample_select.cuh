@@ -162,7 +162,7 @@ __device__ inline uint32_t scan_totals(const SampleParams& p, const uint32_t* to
     sum += pair.x + pair.y;
   }
   uint32_t total;
-  uint32_t start = exclusive_scan(sum, shared.scan, &total);
+  uint32_t start = block_exclusive_sum<kThreads>(sum, shared.scan, &total);
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kMaxBins / kThreads; ++i) {
