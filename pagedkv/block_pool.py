@@ -57,6 +57,12 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks, numbered on from the last; those that are free already are taken first."""
+        self._free = [*reversed(range(self.num_blocks, self.num_blocks + num_blocks)), *self._free]
+        self._references += [0] * num_blocks
+        self.num_blocks += num_blocks
+
     def find(self, seq: int) -> SequenceBlocks:
         checks.integer("seq", seq)
         if seq not in self._sequences:

@@ -1,0 +1,292 @@
+"""`model.generate` of Hugging Face transformers on a paged KV cache. For decoders of the Llama and Qwen kind; transformers 4.57 to 5.x.
+
+    from pagedkv.integrations.transformers import PagedCache
+
+    cache = PagedCache(model, spec="block_head")
+    model.generate(**inputs, past_key_values=cache)
+
+The prompt attends to its own K and V as they are, through PyTorch's SDPA; then they are encoded into the cache, and every later token reads
+them there, through `pagedkv.quant_paged_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from pagedkv.block_mass import BlockMass
+from pagedkv.model_cache import ModelKVCache, Step
+from pagedkv.ops.eviction import select_eviction_candidates
+from pagedkv.quant_spec import KVQuantSpec, kv_spec
+
+ATTENTION = "pagedkv"  # the name of the attention in transformers
+_HOLDER = "pagedkv_layer"  # attribute of the K that a layer hands to the attention function: the layer itself
+
+Policy = Callable[["PagedCache", int], Tensor]
+
+
+class PagedCache(Cache):
+    """A cache for one batch: pass it as `past_key_values`, to `generate` or to the model itself.
+
+    Args:
+        model: its attention is set to this module's (`model.set_attn_implementation("pagedkv")`), which does what SDPA does wherever no
+            `PagedCache` is given.
+        spec: how K and V are encoded: a `KVQuantSpec` or a name in `pagedkv.quant_spec.KV_SPECS`; `"unquantised"` keeps the model's dtype.
+        block_size: tokens of a block, 1 to 256.
+        num_blocks: of the pool, in each layer. None: it grows.
+        policy: a function of this cache and a table that scores blocks, float32 `[batch, blocks]`; the lowest goes first. With `budget`.
+        budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor its last. The prompt is read whole.
+        watch: the last so many tokens of the prompt, and with a policy every later token, add to `mass` what the decode kernel says
+            they attended to.
+        evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
+
+    Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
+    prompt is through. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a window
+    counts tokens, where stock transformers counts columns, right padding among them.
+    A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
+
+    Raises:
+        NotImplementedError: soft-capped logits and attention sinks (in the prompt, SDPA has neither), and taking tokens back (`crop`, which
+            assisted generation needs).
+        ValueError: another batch size than that of the prompt.
+        KVCacheFull: `num_blocks` do not suffice.
+    """
+
+    def __init__(
+        self,
+        model,
+        spec: KVQuantSpec | str = "block_head",
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        policy: Policy | None = None,
+        budget: int | None = None,
+        watch: int = 32,
+        evict_by_layer: bool = False,
+    ):
+        if (policy is None) != (budget is None):
+            raise ValueError(f"budget: expected {'None without' if policy is None else 'a number of tokens with'} a policy, got {budget}")
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(layers=[_Layer(self, i) for i in range(config.num_hidden_layers)])
+        self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
+        self.seqs: list[int] = []  # of each row of the batch
+        self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
+        self.policy, self.budget, self.watch, self.evict_by_layer = policy, budget, watch, evict_by_layer
+        self.mass = [BlockMass() for _ in range(len(self.layers) if evict_by_layer else 1)]  # of each table
+        self._kv: ModelKVCache | None = None
+        self._step: Step | None = None
+        self._valid: Tensor | None = None  # bool [batch, columns of the step]; None: no padding
+        model.set_attn_implementation(ATTENTION)
+
+    @property
+    def kv(self) -> ModelKVCache:
+        """The cache itself, made when the first K arrives and its shape is known."""
+        if self._kv is None:
+            raise RuntimeError("nothing has been stored yet")
+        return self._kv
+
+    # ------------------------------------------------------------------------------------------------- what a layer does in a step
+
+    def store(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Write the step's K and V of a layer, `[batch, num_kv_heads, columns, head_dim]`; the first layer begins the step."""
+        if layer == 0:
+            self._begin(key, mask)
+        self._step.write(layer, self._tokens(key), self._tokens(value))
+
+    def attend(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """Attention of the step's tokens over the cache: `[batch, columns, num_heads, head_dim]`, zero for padding."""
+        q = self._tokens(query)
+        if self.policy is None:
+            out = self._step.attend(layer, q, scaling, sliding_window=window)
+        else:
+            out, mass = self._step.attend(layer, q, scaling, sliding_window=window, return_block_mass=True)
+            self._watched(layer).add(mass, self._step.rows)
+        batch, heads, columns, head_dim = query.shape
+        if self._valid is None:
+            return out.view(batch, columns, heads, head_dim)
+        padded = out.new_zeros(batch, columns, heads, head_dim)
+        padded[self._valid] = out
+        return padded
+
+    def look(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> None:
+        """What the prompt's last tokens attend to in the cache; the output is not used."""
+        last = self._step.last(self.watch)
+        if self.watch > 0 and len(last) > 0:
+            q = self._tokens(query)[last]
+            _, mass = self._step.attend(layer, q, scaling, last=self.watch, sliding_window=window, return_block_mass=True)
+            self._watched(layer).add(mass, self._step.rows[last])
+
+    def finish(self, columns: int) -> None:
+        """After the last layer."""
+        self._step.commit()
+        self._step = None
+        self.positions += columns
+        if self.policy is not None:
+            for table in range(len(self.mass)):
+                self._keep_to_budget(table)
+
+    def evict(self, row: int, logical_blocks: Sequence[int], table: int = 0) -> None:
+        """Drop full blocks of a row of the batch, and what was watched of them."""
+        self.kv.evict(self.seqs[row], logical_blocks, table if self.evict_by_layer else None)
+        self.mass[table].evict(row, logical_blocks)
+
+    def _keep_to_budget(self, table: int) -> None:
+        over = {row: self.kv.length(seq, table) - self.budget for row, seq in enumerate(self.seqs)}
+        if all(excess <= 0 for excess in over.values()):
+            return
+        scores = self.policy(self, table)
+        for row, excess in over.items():
+            wanted = -(-excess // self.block_size)
+            evictable = range(1, (self.kv.length(self.seqs[row], table) - 1) // self.block_size)  # not the first, not the last
+            if excess > 0 and len(evictable) > 0:
+                worth = scores[row, evictable.start : evictable.stop]
+                lowest = select_eviction_candidates(worth.contiguous(), min(wanted, len(worth)))
+                self.evict(row, (lowest + evictable.start).tolist(), table)
+
+    def _watched(self, layer: int) -> BlockMass:
+        """Where a layer's mass belongs; the first layer of a table begins its step."""
+        mass = self.mass[layer if self.evict_by_layer else 0]
+        if layer == 0 or self.evict_by_layer:
+            mass.begin(len(self.seqs), self._step.width(layer), self.kv.device)
+        return mass
+
+    def _begin(self, key: Tensor, mask: Tensor | None) -> None:
+        batch, heads, columns, head_dim = key.shape
+        if self._kv is None:
+            dtype = None if self.spec.quantised else key.dtype
+            self._kv = ModelKVCache(
+                len(self.layers),
+                self.block_size,
+                heads,
+                head_dim,
+                num_blocks=self.num_blocks,
+                spec=self.spec,
+                dtype=dtype,
+                device=key.device,
+                evict_by_layer=self.evict_by_layer,
+            )
+        if not self.seqs:
+            self.seqs = [self._kv.allocate() for _ in range(batch)]
+        if len(self.seqs) != batch:
+            raise ValueError(f"batch: expected {len(self.seqs)} rows, as in the prompt, got {batch}")
+        self._valid = _valid(mask, columns)
+        counts = [columns] * batch if self._valid is None else self._valid.sum(1).tolist()
+        self._step = self._kv.begin(self.seqs, counts)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """`[batch, heads, columns, head_dim]` -> `[num_tokens, heads, head_dim]`, without padding, row by row of the batch."""
+        x = x.transpose(1, 2)
+        return x.flatten(0, 1) if self._valid is None else x[self._valid]
+
+    # --------------------------------------------------------------------------------------------------- what `generate` asks for
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._choose(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._choose(torch.arange(len(self.seqs), device=indices.device)[indices].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._choose([row for row in range(len(self.seqs)) for _ in range(repeats)])
+
+    def _choose(self, rows: Sequence[int]) -> None:
+        """The batch becomes these rows of itself; one that comes twice is forked."""
+        before, self.seqs = self.seqs, [self.kv.fork(self.seqs[row]) for row in rows]
+        for seq in before:
+            self.kv.free(seq)
+        if self.policy is not None:
+            for mass in self.mass:
+                mass.choose(rows)
+
+    def reset(self) -> None:
+        for seq in self.seqs:
+            self.kv.free(seq)
+        self.seqs, self.positions, self._step = [], 0, None
+        self.mass = [BlockMass() for _ in self.mass]
+
+    def crop(self, *_) -> None:
+        raise NotImplementedError("PagedCache keeps what it was given: it cannot take tokens back, which assisted generation asks for")
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers holds for each layer. K and V pass through: they are stored once the attention function knows the padding."""
+
+    is_compileable = False
+    is_sliding = False  # every layer keeps every token
+
+    def __init__(self, cache: PagedCache, index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+        self.is_initialized = True
+        self.handed_out = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        if self.handed_out:
+            raise RuntimeError(
+                f"K and V of layer {self.index} were not stored: the model's attention is no longer {ATTENTION!r}; "
+                f"model.set_attn_implementation({ATTENTION!r})"
+            )
+        self.handed_out = True
+        setattr(key_states, _HOLDER, self)
+        return key_states, value_states
+
+    def attention(self, module, query, key, value, mask, scaling, window, kwargs) -> Tensor:
+        self.handed_out = False
+        for name in ("softcap", "s_aux"):
+            if kwargs.get(name) is not None:
+                raise NotImplementedError(f"PagedCache: attention with {name}")
+        prompt = self.cache.positions == 0
+        self.cache.store(self.index, key, value, mask)
+        if prompt:
+            out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+            if self.cache.policy is not None:
+                self.cache.look(self.index, query, scaling, window)
+        else:
+            out = self.cache.attend(self.index, query, scaling, window)
+        if self.index == len(self.cache.layers) - 1:
+            self.cache.finish(query.shape[2])
+        return out
+
+    def get_seq_length(self) -> int:
+        return self.cache.positions
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        columns = len(query_length) if isinstance(query_length, Tensor) else query_length  # transformers 4 passes positions
+        return self.cache.positions + columns, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
+    def lazy_initialization(self, *_) -> None:
+        pass
+
+
+def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs) -> tuple[Tensor, None]:
+    """The attention function: over the `PagedCache` that K comes from; SDPA where it comes from none."""
+    layer = getattr(key, _HOLDER, None)
+    if layer is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if module.training:
+        raise NotImplementedError("PagedCache: training; it has no gradient")
+    return layer.attention(module, query, key, value, attention_mask, scaling, sliding_window, kwargs), None
+
+
+def _valid(mask: Tensor | None, columns: int) -> Tensor | None:
+    """Which of the last columns are tokens and which padding: a token attends to itself. bool `[batch, columns]`; None: all are tokens."""
+    if mask is None:
+        return None
+    own = mask[:, 0].diagonal(mask.shape[-1] - columns, 1, 2)
+    valid = own if own.dtype == torch.bool else own == 0
+    return None if bool(valid.all()) else valid
+
+
+AttentionInterface.register(ATTENTION, paged_attention_forward)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

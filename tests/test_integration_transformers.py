@@ -1,0 +1,189 @@
+"""transformers' `generate` on a `PagedCache`: unquantised, it says what the stock cache says, token for token. Tiny random models."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from pagedkv import KVCacheFull  # noqa: E402
+from pagedkv.integrations.transformers import PagedCache  # noqa: E402
+from pagedkv.quant_spec import KV_SPECS  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
+VOCABULARY = 97
+MODELS = {
+    "llama": (transformers.LlamaConfig, {"head_dim": 16}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 24}),
+    "mistral_window": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 12}),
+    "qwen2_window_in_some_layers": (transformers.Qwen2Config, {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}),
+}
+
+
+def tiny(name="llama", **changes):
+    config, options = MODELS[name]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    # Wide weights, or every continuation is one token repeated.
+    config = config(vocab_size=VOCABULARY, max_position_embeddings=4096, initializer_range=0.3, **{**sizes, **ends, **options, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def prompt(padding, batch=3, length=20):
+    ids = torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padding != "none":
+        where = slice(0, 7) if padding == "left" else slice(-7, None)
+        ids[1, where] = mask[1, where] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def stock(model, inputs, **options):
+    model.set_attn_implementation("sdpa")
+    return model.generate(**inputs, **{"max_new_tokens": 16, "do_sample": False, **options})
+
+
+def paged(model, inputs, cache, **options):
+    return model.generate(**inputs, past_key_values=cache, **{"max_new_tokens": 16, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unquantised_paged_cache_generates_what_the_stock_cache_does(name, padding, beams, backend):
+    if "window" in name and padding == "right":
+        pytest.skip("a stock window counts columns, padding among them; this one counts tokens")
+    model, inputs = tiny(name), prompt(padding)
+    want = stock(model, inputs, num_beams=beams)
+    cache = PagedCache(model, "unquantised", block_size=5)
+    assert torch.equal(paged(model, inputs, cache, num_beams=beams), want)
+    if beams == 1:  # the last token generated is not fed back
+        assert [cache.kv.length(seq) for seq in cache.seqs] == [35, 35 if padding == "none" else 28, 35], "padding is not stored"
+
+
+def test_a_long_prompt_and_a_second_turn(backend):
+    model = tiny()
+    first = {"input_ids": prompt("none", batch=1, length=1030)["input_ids"]}
+    want = stock(model, first, max_new_tokens=8)
+    cache = PagedCache(model, "unquantised")
+    got = paged(model, first, cache, max_new_tokens=8)
+    assert torch.equal(got, want)
+    turn = torch.cat([want, prompt("none", batch=1, length=9)["input_ids"]], 1)
+    assert torch.equal(paged(model, {"input_ids": turn}, cache, max_new_tokens=8), stock(model, {"input_ids": turn}, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("spec", [name for name, spec in KV_SPECS.items() if spec.quantised])
+def test_next_token_probabilities_over_an_encoded_cache_are_close(spec, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    following = torch.randint(2, VOCABULARY, (3, 1), generator=torch.Generator().manual_seed(2))
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.int64)], 1)
+    logits = {}
+    for encoding in ("unquantised", spec):
+        cache = PagedCache(model, encoding, block_size=4)
+        with torch.inference_mode():
+            model(**inputs, past_key_values=cache)
+            logits[encoding] = model(following, attention_mask=mask, past_key_values=cache).logits.log_softmax(-1)
+    assert 0 < (logits[spec] - logits["unquantised"]).abs().max() < 0.5
+
+
+def test_the_prompt_is_exact_whatever_the_encoding(plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        want = model(**inputs).logits
+        assert torch.equal(model(**inputs, past_key_values=PagedCache(model, "block_head")).logits, want)
+
+
+def test_without_a_paged_cache_the_attention_is_stock(plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    want = stock(model, inputs)
+    PagedCache(model)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- eviction
+
+
+def by_mass(cache, table):
+    return cache.mass[table].total
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_policy_in_the_loop_keeps_every_sequence_within_its_budget(by_layer, beams, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, "block_head", block_size=4, policy=by_mass, budget=16, watch=8, evict_by_layer=by_layer)
+    paged(model, inputs, cache, num_beams=beams)
+    for layer in range(3):
+        lengths = [cache.kv.length(seq, layer) for seq in cache.seqs]
+        assert all(12 < length <= 16 for length in lengths), lengths
+    blocks = {pool.num_blocks - pool.num_free_blocks for pool in cache.kv.pools}
+    assert max(blocks) <= 4 * len(cache.seqs)
+
+
+def test_a_budget_that_is_never_reached_changes_nothing(plain_pytorch):
+    model, inputs = tiny(), prompt("right")
+    cache = PagedCache(model, "unquantised", block_size=4, policy=by_mass, budget=44)
+    assert torch.equal(paged(model, inputs, cache), stock(model, inputs))
+
+
+def test_mass_is_that_of_the_queries_that_were_watched(plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, "unquantised", block_size=4, policy=by_mass, budget=100, watch=8)
+    model(**inputs, past_key_values=cache)
+    (mass,) = cache.mass
+    torch.testing.assert_close(mass.total.sum(1), torch.full((3,), 3 * 8.0))  # layers * queries; each gives away 1
+    torch.testing.assert_close(mass.last.sum(1), torch.full((3,), 3.0))
+    assert mass.total[1, 4:].sum() == 0, "13 tokens are 4 blocks"
+    weights = stock_attention(model, inputs)  # [layers, batch, heads, queries, keys]
+    want = weights[:, 0, :, -8:].mean(1).sum((0, 1)).view(5, 4).sum(1)
+    torch.testing.assert_close(mass.total[0], want)
+
+
+def stock_attention(model, inputs):
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return torch.stack(model(**inputs, output_attentions=True).attentions)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_it_cannot_do_is_said(plain_pytorch):
+    model, inputs = tiny(), prompt("none")
+    with pytest.raises(ValueError, match="budget: expected a number of tokens with a policy"):
+        PagedCache(model, policy=by_mass)
+    with pytest.raises(ValueError, match="spec: expected one of"):
+        PagedCache(model, "int5")
+    cache = PagedCache(model, num_blocks=4)
+    with pytest.raises(KVCacheFull):
+        paged(model, inputs, cache)
+    cache = PagedCache(model)
+    with pytest.raises(RuntimeError, match="nothing has been stored yet"):
+        _ = cache.kv
+    model(**inputs, past_key_values=cache)
+    with pytest.raises(ValueError, match="batch: expected 3 rows, as in the prompt, got 1"):
+        model(inputs["input_ids"][:1, :1], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="cannot take tokens back"):
+        cache.crop(-1)
+    with pytest.raises(NotImplementedError, match="training"):
+        model.train()(**inputs, past_key_values=PagedCache(model))
+
+
+def test_another_attention_than_this_one_is_noticed(plain_pytorch):
+    model, inputs = tiny(), prompt("none")
+    cache = PagedCache(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="the model's attention is no longer 'pagedkv'"):
+        paged(model, inputs, cache)
+
+
+def test_the_library_does_not_need_transformers():
+    code = "import sys; sys.modules['transformers'] = None; import pagedkv, pagedkv.model_cache, pagedkv.integrations"
+    subprocess.run([sys.executable, "-c", code], check=True)
