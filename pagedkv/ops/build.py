@@ -101,11 +101,15 @@ def flags(backend: str) -> dict[str, list[str]]:
 
 def key(backend: str) -> str:
     """A hash of everything that the compiled library depends on."""
+    return key_of(tracked_files(backend), flags(backend), _compiler_versions(backend), _cpu_features())
+
+
+def key_of(files: list[Path], *more: object) -> str:
+    """A hash of files of `KERNELS`, of torch's and Python's versions, and of whatever else decides what comes out."""
     digest = hashlib.sha256()
-    for path in tracked_files(backend):
+    for path in files:
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes())
-    python = platform.python_version_tuple()[:2]
-    digest.update(repr((flags(backend), torch.__version__, python, _compiler_versions(backend), _cpu_features())).encode())
+    digest.update(repr((torch.__version__, platform.python_version_tuple()[:2], *more)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -122,33 +126,32 @@ def load(backend: str) -> Path:
     """
     directory = cache_dir() / f"{backend}-{key(backend)}"
     name = f"pagedkv_{backend}_kernels"
+    compiled(directory, f"the {backend} kernels", name=name, sources=[str(p) for p in sources(backend)],
+             extra_include_paths=[str(p) for p in include_paths(backend)], with_cuda=backend == "cuda", **flags(backend))  # fmt: skip
+    torch.ops.load_library(directory / f"{name}.so")
+    return directory
+
+
+def compiled(directory: Path, what: str, **how) -> Path:
+    """`directory`, in which `cpp_extension.load(**how)` has left `<name>.so`: now, or once before. See `load`."""
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with open(directory.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not directory.exists():
-                _compile(backend, name, directory)
-    torch.ops.load_library(directory / f"{name}.so")
+                _compile(directory, what, how)
     return directory
 
 
-def _compile(backend: str, name: str, directory: Path) -> None:
+def _compile(directory: Path, what: str, how: dict) -> None:
     for leftover in directory.parent.glob(f"{directory.name}.building-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # we hold the lock: its builder is dead
     building = directory.with_name(f"{directory.name}.building-{os.getpid()}")
     building.mkdir()
     started = time.monotonic()
-    print(f"pagedkv: compiling the {backend} kernels into {directory} (once)", file=sys.stderr, flush=True)
+    print(f"pagedkv: compiling {what} into {directory} (once)", file=sys.stderr, flush=True)
     with _ninja_on_path(), _bounded_jobs():
-        cpp_extension.load(
-            name=name,
-            sources=[str(p) for p in sources(backend)],
-            extra_include_paths=[str(p) for p in include_paths(backend)],
-            build_directory=str(building),
-            with_cuda=backend == "cuda",
-            is_python_module=False,
-            **flags(backend),
-        )
+        cpp_extension.load(build_directory=str(building), is_python_module=False, **how)
     seconds = time.monotonic() - started
     (building / "seconds").write_text(f"{seconds:.1f}\n")
     building.rename(directory)
