@@ -7,7 +7,10 @@ returns one callable for each rotation. It raises `Absent` where it cannot run, 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pagedkv
-from pagedkv.bench.inputs import PagedInputs
+from pagedkv.bench import child
+from pagedkv.bench.inputs import PagedInputs, shape
 
 Call = Callable[[], Tensor]
 
@@ -34,6 +38,7 @@ class Implementation:
     prepare: Callable[[PagedInputs, str], list[Call]]
     devices: tuple[str, ...] = ("cpu", "cuda")
     ours: bool = False
+    compiles: bool = False  # at first use, for each head dimension; see `compile_all`
 
 
 # ------------------------------------------------------------------------------------- this project
@@ -162,8 +167,42 @@ IMPLEMENTATIONS = (
     Implementation("SDPA enable_gqa, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
     Implementation("SDPA flash, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION), _cuda),
     Implementation("SDPA cuDNN, dense", "float16", _dense_sdpa(SDPBackend.CUDNN_ATTENTION), _cuda),
-    Implementation("FlashInfer, tensor cores", "float16", _flashinfer(True), _cuda),
-    Implementation("FlashInfer, CUDA cores", "float16", _flashinfer(False), _cuda),
-    Implementation("FlashInfer, tensor cores", "float8_e4m3fn", _flashinfer(True), _cuda),
-    Implementation("FlashInfer, CUDA cores", "float8_e4m3fn", _flashinfer(False), _cuda),
+    Implementation("FlashInfer, tensor cores", "float16", _flashinfer(True), _cuda, compiles=True),
+    Implementation("FlashInfer, CUDA cores", "float16", _flashinfer(False), _cuda, compiles=True),
+    Implementation("FlashInfer, tensor cores", "float8_e4m3fn", _flashinfer(True), _cuda, compiles=True),
+    Implementation("FlashInfer, CUDA cores", "float8_e4m3fn", _flashinfer(False), _cuda, compiles=True),
 )
+
+
+# ---------------------------------------------------------------------------------------- compilation
+
+
+def compile_all(shapes: Iterable[str], device: torch.device) -> None:
+    """Compile, side by side, what the peers would compile one after another when first used on `shapes`.
+
+    A peer that fails here fails again where it is measured, and says why there.
+    """
+    dims = sorted({shape(name).head_dim for name in shapes})
+    due = [i for i in IMPLEMENTATIONS if i.compiles and device.type in i.devices and importlib.util.find_spec("flashinfer")]
+    running = [
+        subprocess.Popen(
+            child.command("pagedkv.bench.attention_peers", i.name, i.kv_dtype, dim, device),
+            env=child.environment(MAX_JOBS="2", OMP_NUM_THREADS="1"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for i, dim in itertools.product(due, dims)
+    ]
+    for process in running:
+        process.wait()
+
+
+def main(name: str, kv_dtype: str, head_dim: str, device: str) -> None:
+    """One call of one implementation on a tiny shape."""
+    inputs = PagedInputs(shape(f"2x64_d{head_dim}"), torch.device(device), num_rotations=1)
+    implementation = next(i for i in IMPLEMENTATIONS if (i.name, i.kv_dtype) == (name, kv_dtype))
+    implementation.prepare(inputs, kv_dtype)[0]()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -7,15 +7,14 @@ instance with `PAGEDKV_CUDA_ARCH=75+PTX` to run the code that a Turing card woul
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from pagedkv.bench import child
 from pagedkv.bench.validation import attention, eviction, quantization
 from pagedkv.bench.validation.judge import merged
 
@@ -40,19 +39,8 @@ def sweep_compiled_for(arch: str, device: torch.device, quick: bool = False) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pagedkv.bench.validation",
-            "--device",
-            str(device),
-            "--output",
-            str(output),
-            *(["--quick"] if quick else []),
-        ]
-        package = str(Path(__file__).resolve().parents[3])
-        environment = os.environ | {"PAGEDKV_CUDA_ARCH": arch, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = child.command("pagedkv.bench.validation", "--device", device, "--output", output, *(["--quick"] if quick else []))
+        done = subprocess.run(command, env=child.environment(arch), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode not in (0, 1) or not output.exists():  # 1: rows that are not ok, for the caller to judge
             raise RuntimeError(f"validation for {arch} ended with {done.returncode}: {done.stdout[-2000:]}")
         return json.loads(output.read_text())
