@@ -62,9 +62,11 @@ void paged_gather(const AttentionParams& p, uint32_t* checksum, void* stream_) {
   const auto stream = static_cast<cudaStream_t>(stream_);
   auto launch = [&](auto config) {
     using C = decltype(config);
-    const SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), int(p.num_kv_heads), false);
-    gather<C><<<item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, 0, stream>>>(p, plan, checksum);
-    check(cudaGetLastError(), "paged_gather");
+    if constexpr (!C::mass) {  // which p does not ask for
+      const SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), int(p.num_kv_heads), false);
+      gather<C><<<item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, 0, stream>>>(p, plan, checksum);
+      check(cudaGetLastError(), "paged_gather");
+    }
   };
   if (!fits_mma(p)) throw std::runtime_error("paged_gather: head_dim 64, 128 or 256, blocks of a multiple of 16 tokens and aligned rows only");
   if (p.cache_dtype == DType::kInt8) return with_head_dim<__half, CacheKind::kInt8BlockHead>(p, launch);

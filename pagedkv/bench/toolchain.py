@@ -183,15 +183,15 @@ def parse_ptxas(text: str) -> list[dict]:
             current["registers"] = int(found[1])
             if shared := _PATTERNS["shared"].search(line):
                 current["shared_bytes"] = int(shared[1])
-    names = _demangle([k["kernel"] for k in kernels])
+    names = demangled([k["kernel"] for k in kernels])
     return [{**kernel, "kernel": name} for kernel, name in zip(kernels, names, strict=True)]
 
 
-def _demangle(names: list[str]) -> list[str]:
-    """Readable names where c++filt is found (binutils), without parameters; mangled ones where not."""
+def demangled(names: list[str], parameters: bool = False) -> list[str]:
+    """Readable names where c++filt is found (binutils), with or without parameters; mangled ones where not."""
     if not names or shutil.which("c++filt") is None:
         return names
-    done = subprocess.run(["c++filt", "--no-params"], input="\n".join(names), capture_output=True, text=True)
+    done = subprocess.run(["c++filt", *([] if parameters else ["--no-params"])], input="\n".join(names), capture_output=True, text=True)
     lines = done.stdout.splitlines()
     return lines if done.returncode == 0 and len(lines) == len(names) else names
 
