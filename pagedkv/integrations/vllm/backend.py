@@ -1,0 +1,233 @@
+"""The backend as vLLM wants it: what it supports, the metadata of a batch, and the calls of an attention layer.
+
+The interface of 0.26 and 0.27 asks for the cache's shape (`get_kv_cache_shape`); from 0.29 on the engine derives it from the page's
+specification (`customize_spec`, `supported_kv_cache_layouts`). This class answers both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+import pagedkv
+from pagedkv.integrations.vllm.pages import SCALE_BYTES, Pages, rotate
+from pagedkv.integrations.vllm.prefill import Piece, Prefill
+from pagedkv.ops.checks import GRANULARITIES, MAX_HEAD_DIM
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM prints what is logged under its own name
+
+INT8 = "int8_per_token_head"
+
+
+class PagedKVBackend(AttentionBackend):
+    """INT8 (or unquantised) paged attention for decoder models, by the kernels of this package."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012  (as the base class declares them)
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", INT8]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedKVImpl]:
+        return PagedKVImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedKVMetadataBuilder]:
+        return PagedKVMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
+        return [16, 32, 64, 128, 256]  # the fast kernels want multiples of 16; another multiple is handed over in parts of such a size
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # not tried
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability >= (7, 5)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """0.26, 0.27. Only the number of a page's bytes matters: `Pages` says where what lies."""
+        return num_blocks, block_size, num_kv_heads, 2 * (head_size + (SCALE_BYTES if cache_dtype_str == INT8 else 0))
+
+    @classmethod
+    def customize_spec(cls, spec):
+        """From 0.29 on: the bytes of a token and head, by which the engine sizes pages."""
+        if not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        return dataclasses.replace(spec, state_content_bytes=2 * (spec.head_size + SCALE_BYTES))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple:
+        """From 0.29 on: those whose page is one stretch of memory."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC
+
+
+@dataclasses.dataclass
+class PagedKVMetadata:
+    """A batch: `num_decodes` requests with one new token each come first, then `pieces` of prompts."""
+
+    num_decodes: int
+    pieces: list[Piece]
+    block_table: Tensor  # int32 [num_reqs, max_blocks]
+    seq_lens: Tensor  # int32 [num_reqs]
+
+
+class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
+    # A step of single tokens is the same launches whatever the lengths, which the kernels read on the device.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1  # asks the engine to put decodes first
+
+    def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> PagedKVMetadata:
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise NotImplementedError("pagedkv's vLLM backend: attention that is not causal")
+        if batch.max_query_len <= 1:
+            return PagedKVMetadata(batch.num_reqs, [], batch.block_table_tensor, batch.seq_lens)
+        starts = batch.query_start_loc_cpu.tolist()
+        lengths = [end - begin for begin, end in itertools.pairwise(starts)]
+        num_decodes = next(i for i, length in enumerate(lengths) if length != 1)
+        # On the host and, for requests with several new tokens, exact; reading seq_lens would wait for the device.
+        ends = batch.seq_lens_cpu_upper_bound if batch.seq_lens_cpu_upper_bound is not None else batch.seq_lens.cpu()
+        pieces = [
+            Piece(starts[row], starts[row + 1], int(ends[row]) - lengths[row], row)
+            for row in range(num_decodes, batch.num_reqs)
+            if lengths[row]
+        ]
+        return PagedKVMetadata(num_decodes, pieces, batch.block_table_tensor, batch.seq_lens)
+
+
+class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
+    """One attention layer.
+
+    Raises:
+        NotImplementedError: at start-up, naming all that the model or the configuration asks for and this backend lacks.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others,
+    ) -> None:
+        config = get_current_vllm_config()
+        refused = {
+            f"head_dim {head_size} (wanted: a multiple of 8, at most {MAX_HEAD_DIM})": not PagedKVBackend.supports_head_size(head_size),
+            f"--kv-cache-dtype {kv_cache_dtype} (wanted: {INT8}, or auto, float16, bfloat16 for none)": (
+                kv_cache_dtype not in PagedKVBackend.supported_kv_cache_dtypes
+            ),
+            "ALiBi": alibi_slopes is not None,
+            f"{getattr(attn_type, 'value', attn_type)} attention": attn_type != AttentionType.DECODER,
+            "layers that share a KV cache": kv_sharing_target_layer_name is not None,
+            "a KV connector": config.kv_transfer_config is not None,
+            "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+            **{name: value not in (None, False, -1) for name, value in others.items()},
+        }
+        asked = [what for what, is_asked in refused.items() if is_asked]
+        if asked:
+            raise NotImplementedError(f"pagedkv's vLLM backend does not support: {'; '.join(asked)}")
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.prefill = Prefill(self.scale, sliding_window, logits_soft_cap or None, sinks, _flash_version(config, sinks))
+        self.granularity = os.environ.get("PAGEDKV_VLLM_SCALES", "token_head")
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"PAGEDKV_VLLM_SCALES: expected {' or '.join(GRANULARITIES)}, got {self.granularity!r}")
+        # Both here, not within a graph's capture: the kernels are compiled if need be, and the rotation's matrix goes to the device.
+        kernels = pagedkv.backend(current_platform.device_type)
+        rotate(torch.empty(1, head_size, dtype=config.model_config.dtype, device=current_platform.device_type))
+        int8, unquantised = f"INT8 cache, {self.granularity} scales", f"unquantised cache (for INT8: --kv-cache-dtype {INT8})"
+        logger.info_once(
+            "PagedKV attention %s is in use: %s, %s", pagedkv.__version__, int8 if kv_cache_dtype == INT8 else unquantised, kernels
+        )
+
+    def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """key, value: `[num_tokens, num_kv_heads, head_dim]`; slot_mapping: int64, negative where a token is padding."""
+        n = slot_mapping.shape[0]
+        self._pages(kv_cache).write(key[:n], value[:n], slot_mapping)
+
+    def forward(
+        self,
+        layer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedKVMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query, output: `[num_tokens, num_heads, head_dim]`. The new tokens are in the cache already."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("pagedkv's vLLM backend: output quantisation fused into attention")
+        if attn_metadata is None:  # a run that only measures memory
+            return output.fill_(0)
+        batch, pages = attn_metadata, self._pages(kv_cache)
+        if n := batch.num_decodes:
+            output[:n] = pages.decode(query[:n], batch.block_table[:n], batch.seq_lens[:n], self.scale, **self.prefill.options)
+        self.prefill(query, key, value, pages, batch.block_table, batch.pieces, output)
+        return output
+
+    def _pages(self, kv_cache: Tensor) -> Pages:
+        # Made anew for each call (microseconds, none in a graph): views that are kept would keep alive a cache that the engine has dropped.
+        elements = kv_cache.shape[1:].numel()
+        per_token = 2 * self.num_kv_heads * (self.head_size + (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0))
+        return Pages.view(kv_cache, elements // per_token, self.num_kv_heads, self.head_size, self.granularity)
+
+
+def _flash_version(config: VllmConfig, sinks: Tensor | None) -> int | None:
+    """Of the FlashAttention that vLLM brings; None where there is none, or it cannot take the model's dtype or sinks."""
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(80) or config.model_config.dtype == torch.float32:
+        return None
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version()
+    return None if version is None or (sinks is not None and version < 3) else version

@@ -1,0 +1,197 @@
+"""The vLLM backend inside real engines, on the CPU: `make test-vllm`, which has vLLM in an environment of its own.
+
+One engine of each kind serves all tests. The INT8 engine takes prompts in pieces of 256 tokens, so prompts longer than that are
+prefilled over a cache that already holds INT8, in batches together with decodes.
+"""
+
+import importlib.metadata
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+
+from pagedkv import models
+from pagedkv.bench import vllm_engine as bench
+
+DATA = Path(os.environ.get("PAGEDKV_TEST_DATA", Path(__file__).resolve().parents[1] / "build"))
+MODEL, TEXT = DATA / "engine" / models.ENGINE_MODEL, DATA / "downloads" / models.ALICE.name
+OURS = "pagedkv.integrations.vllm.backend.PagedKVImpl"
+BOUND = 0.15  # of a log-probability, as claimed in workflow/claims.yaml
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return bench.engine(MODEL, "stock")
+
+
+@pytest.fixture(scope="module")
+def unquantised():
+    return bench.engine(MODEL, "unquantised", max_num_batched_tokens=256, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def int8():
+    return bench.engine(MODEL, "int8", max_num_batched_tokens=256, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return TEXT.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def prompts(stock, text):
+    return bench.prompts_of(stock, text)
+
+
+@pytest.fixture(scope="module")
+def reference(stock, prompts):
+    return bench.greedy(stock, prompts)
+
+
+def scheduler(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_blocks(llm) -> int:
+    return scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def close(llm, prompts, reference) -> bool:
+    return max(map(abs, bench.logprob_deltas(llm, prompts, reference))) <= BOUND
+
+
+def test_vllm_finds_the_plugin():
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert "pagedkv.integrations.vllm:register" in [p.value for p in found]
+
+
+def test_the_flag_and_only_the_flag_brings_the_backend(stock, unquantised, int8):
+    assert bench.backend_of(unquantised) == bench.backend_of(int8) == OURS
+    assert bench.backend_of(stock) == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"
+
+
+def test_unquantised_the_engine_says_what_stock_says(unquantised, prompts, reference):
+    assert [a.tokens for a in bench.greedy(unquantised, prompts)] == [a.tokens for a in reference]
+
+
+def test_int8_is_close_to_stock_for_every_token(int8, prompts, reference):
+    deltas = bench.logprob_deltas(int8, prompts, reference)
+    assert len(deltas) >= 170
+    assert max(map(abs, deltas)) <= BOUND
+
+
+def test_the_engine_has_as_many_blocks_as_int8_allows(stock, int8):
+    """float32 takes twice the bytes of BF16; of which, at head_dim 64, INT8 and its scales take 34/64."""
+    tokens = [bench.blocks_of(llm) * llm.llm_engine.vllm_config.cache_config.block_size for llm in (int8, stock)]
+    assert tokens[0] / (2 * tokens[1]) >= 1.85
+
+
+def test_a_prefix_that_is_cached_is_reused(int8, text, stock):
+    (prompt,) = bench.prompts_of(stock, text[5000:], (300,))
+    int8.reset_prefix_cache()
+    first, second = (_generate(int8, [prompt], 8)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens >= 256
+    assert close(int8, [prompt], bench.greedy(stock, [prompt], 8))
+
+
+def test_64_requests_of_mixed_length_at_once(int8, stock, text):
+    lengths = tuple(1 + (7 * i) % 97 for i in range(64))
+    counts = [1 + i % 9 for i in range(64)]
+    prompts = bench.prompts_of(stock, text[20000:], lengths)
+    answers = bench.greedy(int8, prompts, counts)
+    assert [len(a.tokens) for a in answers] == counts
+    assert close(int8, prompts, bench.greedy(stock, prompts, counts))
+
+
+def test_cancelled_requests_leave_the_others_alone_and_their_blocks_behind(int8, stock, text):
+    from vllm import SamplingParams
+
+    prompts = bench.prompts_of(stock, text[40000:], tuple(range(40, 52)))
+    engine, before, answers = int8.llm_engine, free_blocks(int8), {}
+    sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=20)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"cancel-{i}", {"prompt_token_ids": prompt}, sampling)
+    for step in range(100):
+        for result in engine.step():
+            if result.finished:
+                answers[int(result.request_id.split("-")[1])] = bench.answer(result)
+        if step == 3:
+            engine.abort_request([f"cancel-{i}" for i in range(0, 12, 2)])
+        if not engine.has_unfinished_requests():
+            break
+    assert sorted(answers) == list(range(1, 12, 2))
+    assert free_blocks(int8) == before
+    for i, expected in zip(sorted(answers), bench.greedy(stock, [prompts[i] for i in sorted(answers)], 10), strict=True):
+        assert len(answers[i].tokens) == 10
+        for token, ours, wanted, theirs in zip(answers[i].tokens, answers[i].logprobs, expected.tokens, expected.logprobs, strict=True):
+            assert abs(ours[wanted] - theirs[wanted]) <= BOUND
+            if token != wanted:  # from here on they are about another text
+                break
+
+
+def test_layers_with_a_sliding_window_say_what_stock_says(stock, text):
+    """Every other layer attends to 64 tokens; vLLM gives those blocks of their own and takes them back once they are out of sight."""
+    windowed = {"hf_overrides": {"layer_types": ["sliding_attention", "full_attention"] * 15, "sliding_window": 64}}
+    prompts = bench.prompts_of(stock, text[80000:], (10, 300))
+    answers = []
+    for cache in ("stock", "unquantised"):
+        llm = bench.engine(MODEL, cache, max_num_batched_tokens=256, **windowed)
+        answers.append([a.tokens for a in bench.greedy(llm, prompts, 16)])
+        assert any(layer.sliding_window == 64 for layer in bench.attention_layers(llm))
+    assert answers[0] == answers[1]
+    assert answers[0] != [a.tokens for a in bench.greedy(stock, prompts, 16)]
+
+
+def test_a_cache_too_small_for_all_preempts_and_resumes(stock, text, monkeypatch):
+    prompts = bench.prompts_of(stock, text[60000:], (90,) * 6)
+    tiny = bench.engine(MODEL, "int8", max_model_len=256, block_size=16, num_gpu_blocks_override=26, max_num_batched_tokens=256)
+    preempted, preempt = [], scheduler(tiny)._preempt_request
+    monkeypatch.setattr(scheduler(tiny), "_preempt_request", lambda *a, **k: preempted.append(a) or preempt(*a, **k))
+    answers = bench.greedy(tiny, prompts, 40)
+    assert preempted
+    assert [len(a.tokens) for a in answers] == [40] * 6
+    reference = bench.greedy(stock, prompts, 40)
+    assert close(tiny, prompts, reference)
+
+
+def _generate(llm, prompts, new_tokens):
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+
+# --------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"head_size": 20}, "head_dim 20"),
+        ({"head_size": 264}, "head_dim 264"),
+        ({"alibi_slopes": [1.0, 0.5]}, "ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share a KV cache"),
+        ({"chunk_lookback": 4}, "chunk_lookback"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(asked, named, monkeypatch):
+    from pagedkv.integrations.vllm import backend
+
+    config = SimpleNamespace(kv_transfer_config=None, parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
+    arguments = {"num_heads": 2, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, "alibi_slopes": None, "sliding_window": None}
+    with pytest.raises(NotImplementedError, match=named):
+        backend.PagedKVImpl(**{**arguments, "kv_cache_dtype": "int8_per_token_head", **asked})
+
+
+def test_an_engine_that_asks_for_fp8_does_not_start():
+    with pytest.raises(Exception, match="--kv-cache-dtype fp8"):
+        bench.engine(MODEL, "unquantised", kv_cache_dtype="fp8")
