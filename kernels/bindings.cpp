@@ -8,6 +8,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "ops.h"
 
 namespace {
@@ -194,6 +196,101 @@ std::tuple<Tensor, Tensor> evict_blocks(const Tensor& recency, const Tensor& fre
   return {ids, scores};
 }
 
+// -------------------------------------------------------------------- eviction, sequence by sequence
+
+void accumulate_block_mass(const Tensor& block_mass, const Tensor& block_tables, Tensor total, double decay) {
+  Launch launch(block_mass);
+  if (total.numel() == 0) return;
+  pagedkv::accumulate_block_mass({block_mass.const_data_ptr<float>(), block_tables.const_data_ptr<int32_t>(), block_mass.stride(0),
+                                  block_tables.stride(0), block_mass.size(0), block_mass.size(1), total.size(0), decay,
+                                  total.mutable_data_ptr<int64_t>()},
+                                 launch.stream);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_per_sequence(const Tensor& scores, const Tensor& block_tables, const Tensor& seq_lens,
+                                                               int64_t budget, int64_t protect_first, int64_t protect_last,
+                                                               int64_t block_size, optional<Tensor> references,
+                                                               const optional<Tensor>& budgets) {
+  Launch launch(scores);
+  Tensor tables = at::empty(block_tables.sizes(), block_tables.options());
+  Tensor lens = at::empty(seq_lens.sizes(), seq_lens.options());
+  Tensor freed = at::empty({block_tables.numel()}, block_tables.options());
+  Tensor num_freed = at::empty({1}, block_tables.options());
+
+  pagedkv::SequenceSelectParams p{};
+  p.scores = scores.const_data_ptr<float>();
+  p.by_place = scores.dim() == 2;
+  p.scores_stride = p.by_place ? scores.stride(0) : 0;
+  p.block_tables = block_tables.const_data_ptr<int32_t>(), p.block_tables_stride = block_tables.stride(0);
+  p.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  p.budgets = budgets ? budgets->const_data_ptr<int32_t>() : nullptr;
+  p.budget = budget, p.protect_first = protect_first, p.protect_last = protect_last;
+  p.num_seqs = block_tables.size(0), p.max_blocks = block_tables.size(1), p.block_size = block_size;
+  p.num_blocks = !p.by_place ? scores.size(0) : references ? references->size(0) : INT32_MAX;
+  p.references = references ? references->mutable_data_ptr<int32_t>() : nullptr;
+  p.new_tables = tables.mutable_data_ptr<int32_t>(), p.new_lens = lens.mutable_data_ptr<int32_t>();
+  p.freed = freed.mutable_data_ptr<int32_t>(), p.num_freed = num_freed.mutable_data_ptr<int32_t>();
+  Tensor scratch = workspace(pagedkv::select_per_sequence_workspace(p), scores);
+  pagedkv::select_per_sequence(p, scratch.mutable_data_ptr(), launch.stream);
+  return {tables, lens, freed, num_freed};
+}
+
+// ------------------------------------------------------------------------------ statistics of K or V
+
+pagedkv::PagedTokens paged_tokens(const Tensor& cache, const optional<Tensor>& scale, const Tensor& block_tables,
+                                  const Tensor& seq_lens, int64_t blocks_per_group) {
+  pagedkv::PagedTokens t{};
+  t.cache = cache.const_data_ptr(), t.dtype = dtype_of(cache);
+  t.stride_block = cache.stride(0), t.stride_token = cache.stride(1), t.stride_head = cache.stride(2);
+  if (scale) {
+    t.scale = scale->const_data_ptr<float>();
+    const auto s = scale_strides(*scale);
+    t.scale_stride_block = s.block, t.scale_stride_token = s.token, t.scale_stride_head = s.head;
+  }
+  t.block_tables = block_tables.const_data_ptr<int32_t>(), t.block_tables_stride = block_tables.stride(0);
+  t.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  t.num_seqs = block_tables.size(0), t.max_blocks = block_tables.size(1);
+  t.num_blocks = cache.size(0), t.block_size = cache.size(1), t.num_kv_heads = cache.size(2), t.head_dim = cache.size(3);
+  t.blocks_per_group = blocks_per_group, t.num_groups = (t.max_blocks + blocks_per_group - 1) / blocks_per_group;
+  return t;
+}
+
+std::tuple<Tensor, Tensor> token_moments(const Tensor& cache, const optional<Tensor>& scale, const Tensor& block_tables,
+                                         const Tensor& seq_lens, int64_t blocks_per_group, const optional<Tensor>& shift,
+                                         const optional<Tensor>& gain) {
+  Launch launch(cache);
+  const auto floats = cache.options().dtype(at::kFloat);
+  const std::array<int64_t, 4> sizes{block_tables.size(0), block_tables.size(1), cache.size(1), cache.size(2)};
+  Tensor sum = at::empty(sizes, floats), sum_of_squares = at::empty(sizes, floats);
+  if (sum.numel() > 0) {
+    pagedkv::TokenMomentsParams p{};
+    p.tokens = paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group);
+    if (shift) {
+      p.shift = shift->const_data_ptr<float>(), p.gain = gain->const_data_ptr<float>();
+      p.shift_stride_seq = shift->stride(0), p.shift_stride_group = shift->stride(1), p.shift_stride_head = shift->stride(2);
+      p.gain_stride_seq = gain->stride(0), p.gain_stride_group = gain->stride(1), p.gain_stride_head = gain->stride(2);
+    }
+    p.sum = sum.mutable_data_ptr<float>(), p.sum_of_squares = sum_of_squares.mutable_data_ptr<float>();
+    pagedkv::token_moments(p, launch.stream);
+  }
+  return {sum, sum_of_squares};
+}
+
+std::tuple<Tensor, Tensor, Tensor> channel_statistics(const Tensor& cache, const optional<Tensor>& scale, const Tensor& block_tables,
+                                                      const Tensor& seq_lens, int64_t blocks_per_group) {
+  Launch launch(cache);
+  const auto tokens = paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group);
+  const std::array<int64_t, 4> sizes{tokens.num_seqs, tokens.num_groups, tokens.num_kv_heads, tokens.head_dim};
+  const auto floats = cache.options().dtype(at::kFloat);
+  Tensor low = at::empty(sizes, floats), high = at::empty(sizes, floats), direction = at::empty(sizes, floats);
+  if (low.numel() > 0) {
+    pagedkv::channel_statistics({tokens, low.mutable_data_ptr<float>(), high.mutable_data_ptr<float>(),
+                                 direction.mutable_data_ptr<float>()},
+                                launch.stream);
+  }
+  return {low, high, direction};
+}
+
 // ------------------------------------------------------------------------------------- quantisation
 
 std::tuple<Tensor, Tensor> quantize_kv(const Tensor& kv, c10::string_view granularity) {
@@ -258,6 +355,10 @@ PAGEDKV_DEFINE(PAGEDKV_LIBRARY, m) {
   m.def("eviction_scores", &eviction_scores);
   m.def("select_eviction_candidates", &select_eviction_candidates);
   m.def("evict_blocks", &evict_blocks);
+  m.def("accumulate_block_mass(Tensor block_mass, Tensor block_tables, Tensor(a!) total, float decay) -> ()", &accumulate_block_mass);
+  m.def("select_per_sequence(Tensor scores, Tensor block_tables, Tensor seq_lens, int budget, int protect_first, int protect_last, int block_size, Tensor(a!)? references, Tensor? budgets) -> (Tensor, Tensor, Tensor, Tensor)", &select_per_sequence);
+  m.def("token_moments", &token_moments);
+  m.def("channel_statistics", &channel_statistics);
   m.def("quantize_kv", &quantize_kv);
   m.def("dequantize_kv", &dequantize_kv);
   m.def("reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) k_scale, Tensor(c!) v_cache, Tensor(d!) v_scale, Tensor slot_mapping) -> ()", &reshape_and_cache);

@@ -96,6 +96,72 @@ void select_eviction_candidates(const float* scores, int64_t num_blocks, int64_t
 size_t evict_blocks_workspace(int64_t num_blocks, int64_t k);
 void evict_blocks(const ScoreParams& p, int64_t k, int64_t* ids, void* workspace, void* stream);
 
+// -------------------------------------------------------------------- eviction, sequence by sequence
+
+// Softmax mass is accumulated as an integer, so that sums are exact and the order of addition never shows: a mass of 1
+// is 2^36, and 2^27 of those fit.
+constexpr int kMassFractionBits = 36;
+
+struct MassParams {
+  const float* block_mass;      // [num_seqs, max_blocks]
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t block_mass_stride, block_tables_stride;
+  int64_t num_seqs, max_blocks, num_blocks;
+  double decay;
+  int64_t* total;  // [num_blocks], updated
+};
+void accumulate_block_mass(const MassParams& p, void* stream);
+
+struct SequenceSelectParams {
+  const float* scores;  // [num_blocks], or [num_seqs, max_blocks] if by_place
+  int64_t scores_stride;
+  bool by_place;
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t block_tables_stride;
+  const int32_t* seq_lens;  // [num_seqs]
+  const int32_t* budgets;   // [num_seqs]; null: `budget` for all
+  int64_t budget, protect_first, protect_last;
+  int64_t num_seqs, max_blocks, num_blocks, block_size;  // num_blocks: ids at or past it are outside the pool
+  int32_t* references;                                   // [num_blocks], updated; null: each block has one holder
+  int32_t* new_tables;                                   // contiguous, like block_tables
+  int32_t* new_lens;                                     // [num_seqs]
+  int32_t* freed;                                        // [num_seqs * max_blocks]
+  int32_t* num_freed;                                    // [1]
+};
+size_t select_per_sequence_workspace(const SequenceSelectParams& p);
+void select_per_sequence(const SequenceSelectParams& p, void* workspace, void* stream);
+
+// ------------------------------------------------------------------------------ statistics of K or V
+
+// The tokens of each sequence, in a pool of K or of V. Places of a table, `blocks_per_group` at a time, form groups.
+struct PagedTokens {
+  const void* cache;  // [num_blocks, block_size, num_kv_heads, head_dim]
+  DType dtype;        // kInt8 with a scale, a floating type without
+  int64_t stride_block, stride_token, stride_head;
+  const float* scale;  // or null
+  int64_t scale_stride_block, scale_stride_token, scale_stride_head;
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t block_tables_stride;
+  const int32_t* seq_lens;  // [num_seqs]
+  int64_t num_seqs, max_blocks, num_blocks, block_size, num_kv_heads, head_dim;
+  int64_t blocks_per_group, num_groups;
+};
+
+struct TokenMomentsParams {
+  PagedTokens tokens;
+  const float *shift, *gain;  // [num_seqs, num_groups, num_kv_heads, head_dim]; or both null: 0 and 1
+  int64_t shift_stride_seq, shift_stride_group, shift_stride_head;
+  int64_t gain_stride_seq, gain_stride_group, gain_stride_head;
+  float *sum, *sum_of_squares;  // [num_seqs, max_blocks, block_size, num_kv_heads]
+};
+void token_moments(const TokenMomentsParams& p, void* stream);
+
+struct ChannelStatisticsParams {
+  PagedTokens tokens;
+  float *low, *high, *direction;  // [num_seqs, num_groups, num_kv_heads, head_dim]
+};
+void channel_statistics(const ChannelStatisticsParams& p, void* stream);
+
 // ------------------------------------------------------------------------------------- quantisation
 
 struct QuantizeParams {

@@ -30,6 +30,21 @@ def valid(op: str) -> dict:
         return {**new, "k_cache": cache, "k_scale": scale, "v_cache": cache.clone(), "v_scale": scale.clone()}
     if op == "select_eviction_candidates":
         return {"scores": torch.zeros(8), "k": 3}
+    if op == "accumulate_block_mass":
+        return {
+            "block_mass": torch.rand(3, 4),
+            "block_tables": torch.arange(12, dtype=torch.int32).view(3, 4),
+            "total": torch.zeros(12, dtype=torch.int64),
+        }
+    if op == "select_per_sequence":
+        tables, lens = torch.arange(12, dtype=torch.int32).view(3, 4), torch.tensor([64, 33, 5], dtype=torch.int32)
+        more = {"budget": 2, "block_size": 16, "references": torch.ones(12, dtype=torch.int32)}
+        return {"scores": torch.rand(12), "block_tables": tables, "seq_lens": lens, **more}
+    if op in ("token_moments", "channel_statistics"):
+        tables, lens = torch.tensor([[1, 0], [2, -1]], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
+        cache = {"cache": torch.ones(3, 16, 2, 8, dtype=torch.int8), "scale": torch.ones(3, 2)}
+        more = {"shift": torch.zeros(2, 1, 2, 8), "gain": torch.ones(2, 1, 2, 8)} if op == "token_moments" else {}
+        return {**cache, "block_tables": tables, "seq_lens": lens, "blocks_per_group": 2, **more}
     names = ("recency", "frequency", "attention_mass", "valid_mask")
     return {**dict(zip(names, statistics("cpu", 8, 16), strict=True)), **({"k": 3} if op == "evict_blocks" else {})}
 
@@ -44,6 +59,10 @@ OPS = (
     "eviction_scores",
     "select_eviction_candidates",
     "evict_blocks",
+    "accumulate_block_mass",
+    "select_per_sequence",
+    "token_moments",
+    "channel_statistics",
 )
 TENSORS = [(op, name) for op in OPS for name, value in valid(op).items() if isinstance(value, torch.Tensor)]
 
@@ -93,7 +112,7 @@ def test_wrong_size(call, op, name):
     """A row more than the other tensors have; those that set the sizes pass the blame on."""
     value = valid(op)[name]
     longer = torch.cat([value, value[:1]])
-    alone = {"kv", "scores"}
+    alone = {"kv", "scores", "total"}
     if name not in alone:
         with pytest.raises(ValueError, match=r"^\w+: expected shape "):
             call(op, {**valid(op), name: longer})
@@ -119,6 +138,8 @@ KV_OPS = [
     ("reshape_and_cache", "k_cache"),
     ("quantize_kv", "kv"),
     ("dequantize_kv", "q"),
+    ("token_moments", "cache"),
+    ("channel_statistics", "cache"),
 ]
 
 
@@ -229,6 +250,36 @@ def test_k(call, op):
 def test_weights(op):
     with pytest.raises(TypeError, match=r"^w_recency: expected a float, got str"):
         getattr(pagedkv, op)(**valid(op), w_recency="0.4")
+
+
+@pytest.mark.parametrize("name, value", [("budget", -1), ("protect_first", -1), ("protect_last", -2), ("block_size", 0), ("block_size", 257)])
+def test_numbers_of_a_selection(call, name, value):
+    refused(call, "select_per_sequence", name, value, ValueError, f"got {value}")
+    with pytest.raises(TypeError, match=f"^{name}: expected an int"):
+        pagedkv.select_per_sequence(**{**valid("select_per_sequence"), name: 1.5})
+
+
+def test_budgets_of_a_selection():
+    for budget, error in ((torch.ones(2, dtype=torch.int32), ValueError), (torch.ones(3), TypeError)):
+        with pytest.raises(error, match=r"^budget: expected "):
+            pagedkv.select_per_sequence(**{**valid("select_per_sequence"), "budget": budget})
+
+
+def test_scores_by_place(call):
+    refused(call, "select_per_sequence", "scores", torch.zeros(3, 5), ValueError, "shape \\[3, 4\\]")
+
+
+def test_decay(call):
+    for decay in (-0.1, 1.5, math.nan):
+        refused(call, "accumulate_block_mass", "decay", decay, ValueError, f"got {decay}")
+
+
+def test_groups(call):
+    for op in ("token_moments", "channel_statistics"):
+        refused(call, op, "blocks_per_group", 0, ValueError, "got 0")
+    refused(call, "token_moments", "gain", None, ValueError, "as shift is, got None")
+    refused(call, "token_moments", "gain", torch.ones(2, 2, 2, 8), ValueError, "shape")
+    refused(call, "token_moments", "cache", torch.zeros(3, 16, 2, 8), TypeError, "torch.int8")
 
 
 def test_granularity(call):

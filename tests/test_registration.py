@@ -39,6 +39,12 @@ def examples(op: str, device) -> list[tuple[tuple, dict]]:
     if op == "merge_attention_states":
         state = torch.randn(3, 2, 8, device=device), torch.randn(3, 2, device=device)
         return [((*state, *state), {})]
+    if op in ("accumulate_block_mass", "select_per_sequence", "token_moments", "channel_statistics"):
+        arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in valid(op).items()}
+        if op != "select_per_sequence":
+            return [((), arguments)]
+        arguments["references"] += 1000  # lowered by each call, never to 0: every call returns the same
+        return [((), arguments), ((), {**arguments, "scores": torch.rand(3, 4, device=device), "references": None})]
     if op == "select_eviction_candidates":
         return [((torch.randn(50, device=device), k), {}) for k in (0, 7, 50)]
     return [((*statistics(device, 20, 16), *((k,) if op == "evict_blocks" else ())), {}) for k in (0, 7)]

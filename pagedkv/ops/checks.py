@@ -256,3 +256,83 @@ def evict_blocks(recency, frequency, attention_mass, valid_mask, k, *weights) ->
 def _k(k, num_blocks) -> None:
     if not 0 <= k <= num_blocks:
         raise ValueError(f"k: expected 0 <= k <= num_blocks ({num_blocks}), got {k}")
+
+
+# ------------------------------------------------------------------------------------------- eviction, sequence by sequence
+
+
+def accumulate_block_mass(block_mass, block_tables, total, decay) -> None:
+    tensor("block_mass", block_mass, FLOAT32, ("num_seqs", "max_blocks"))
+    tensor("block_tables", block_tables, INT32, block_mass.shape, block_mass.device)
+    tensor("total", total, INT64, ("num_blocks",), block_mass.device)
+    if not 0 <= decay <= 1:
+        raise ValueError(f"decay: expected 0 to 1, got {decay}")
+
+
+def accumulate_block_mass_values(block_mass, block_tables, total, decay) -> None:
+    bad = ((block_mass > 0) & ((block_tables < 0) | (block_tables >= len(total)))).cpu().nonzero()
+    if len(bad) > 0:
+        i, j = bad[0].tolist()
+        raise ValueError(
+            f"block_tables[{i}, {j}]: expected a block id from 0 to {len(total) - 1}"
+            f" (its mass is {float(block_mass[i, j])}), got {int(block_tables[i, j])}"
+        )
+
+
+def select_per_sequence(
+    scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, budgets
+) -> None:
+    device = scores.device
+    tensor("block_tables", block_tables, INT32, ("num_seqs", "max_blocks"))
+    if scores.dim() == 2:
+        tensor("scores", scores, FLOAT32, block_tables.shape, block_tables.device)
+    else:
+        tensor("scores", scores, FLOAT32, ("num_blocks",), block_tables.device)
+    tensor("seq_lens", seq_lens, INT32, block_tables.shape[:1], device)
+    for name, value in (("budget", budget), ("protect_first", protect_first), ("protect_last", protect_last)):
+        if value < 0:
+            raise ValueError(f"{name}: expected at least 0, got {value}")
+    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size: expected 1 to {MAX_BLOCK_SIZE}, got {block_size}")
+    if references is not None:
+        tensor("references", references, INT32, scores.shape if scores.dim() == 1 else ("num_blocks",), device)
+    if budgets is not None:
+        tensor("budget", budgets, INT32, seq_lens.shape, device)
+
+
+def select_per_sequence_values(scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, *_) -> None:
+    pool = scores if scores.dim() == 1 else references
+    _block_values(block_tables, seq_lens, None, 2**31 - 1 if pool is None else len(pool), block_size)
+
+
+# ----------------------------------------------------------------------------------------------------- statistics of K or V
+
+
+def token_moments(cache, scale, block_tables, seq_lens, blocks_per_group, shift, gain) -> None:
+    groups = _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group)
+    if (shift is None) != (gain is None):
+        raise ValueError(f"{'shift' if shift is None else 'gain'}: expected a tensor, as {'gain' if shift is None else 'shift'} is, got None")
+    if shift is not None:
+        sizes = (block_tables.shape[0], groups, *cache.shape[2:])
+        tensor("shift", shift, FLOAT32, sizes, cache.device)
+        tensor("gain", gain, FLOAT32, sizes, cache.device)
+
+
+def channel_statistics(cache, scale, block_tables, seq_lens, blocks_per_group) -> None:
+    _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group)
+
+
+def paged_tokens_values(cache, scale, block_tables, seq_lens, *_) -> None:
+    _block_values(block_tables, seq_lens, None, cache.shape[0], cache.shape[1])
+
+
+def _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group) -> int:
+    """Returns the number of groups."""
+    _cache("cache", cache, FLOATS if scale is None else INT8)
+    if scale is not None:
+        _scale("scale", scale, cache.shape, cache.device)
+    tensor("block_tables", block_tables, INT32, ("num_seqs", "max_blocks"), cache.device)
+    tensor("seq_lens", seq_lens, INT32, block_tables.shape[:1], cache.device)
+    if blocks_per_group < 1:
+        raise ValueError(f"blocks_per_group: expected at least 1, got {blocks_per_group}")
+    return -(-block_tables.shape[1] // blocks_per_group)

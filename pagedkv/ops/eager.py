@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
+_MASS_ONE = 2.0**36  # kMassFractionBits of kernels/ops.h
 _LARGEST_SCALE = float.fromhex("0x1.020406p121")  # times 127 it is still finite in float32; the next float is not
 _GATHERED_ELEMENTS = 1 << 25  # attention gathers K and V of so many sequences at once that they fit this (128 MiB as float32)
 
@@ -228,3 +229,126 @@ def select_eviction_candidates(scores, k) -> Tensor:
 def evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention) -> tuple[Tensor, Tensor]:
     scores = eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
     return select_eviction_candidates(scores, k), scores
+
+
+# ------------------------------------------------------------------------------------------- eviction, sequence by sequence
+
+
+def accumulate_block_mass(block_mass, block_tables, total, decay) -> None:
+    if decay != 1:
+        total.copy_((total.double() * decay).round())
+    counts = (block_mass > 0) & (block_tables >= 0) & (block_tables < len(total))
+    amount = torch.where(counts, (block_mass.clamp(max=1) * _MASS_ONE).round(), 0.0).long()
+    if len(total) > 0:
+        total.scatter_add_(0, torch.where(counts, block_tables, 0).flatten().long(), amount.flatten())
+
+
+def select_per_sequence(
+    scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, budgets
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_seqs, max_blocks = block_tables.shape
+    pool = scores if scores.dim() == 1 else references
+    num_blocks = 2**31 - 1 if pool is None else len(pool)
+    in_pool = (block_tables >= 0) & (block_tables < num_blocks)
+    block = torch.where(in_pool, block_tables, 0).long()
+
+    place = torch.arange(max_blocks, device=scores.device)
+    good = ((seq_lens >= 0) & (seq_lens <= max_blocks * block_size))[:, None]
+    blocks = torch.where(good, (seq_lens[:, None] + block_size - 1) // block_size, max_blocks)
+    last = torch.maximum((seq_lens[:, None] % block_size != 0).int(), torch.full_like(blocks, min(protect_last, max_blocks)))
+    candidate = good & (place >= protect_first) & (place < blocks - last)
+    over = blocks - (budget if budgets is None else budgets[:, None].clamp(min=0))
+    drop = torch.minimum(over.clamp(min=0), candidate.sum(1, keepdim=True))
+
+    if scores.dim() == 1:
+        scores = torch.where(in_pool, scores[block], math.nan) if num_blocks > 0 else torch.full_like(block, math.nan, dtype=torch.float32)
+    # A stable ascending sort puts NaN last and ties at the lower place; a second one puts the candidates first.
+    order = torch.sort(scores + 0.0, dim=1, stable=True).indices
+    order = order.gather(1, torch.sort((~candidate.gather(1, order)).int(), dim=1, stable=True).indices)
+    rank = torch.empty_like(order).scatter_(1, order, place.expand_as(order))
+    goes = candidate & (rank < drop)
+
+    kept = torch.sort((goes | (place >= blocks)).int(), dim=1, stable=True).indices
+    tables = torch.where(place < blocks - drop, block_tables.gather(1, kept), -1).to(torch.int32)
+    lens = (seq_lens - drop[:, 0] * block_size).to(torch.int32)
+
+    freed = (goes & in_pool).flatten()
+    block = block.flatten()
+    if references is not None and num_blocks > 0:
+        references.scatter_add_(0, block, -freed.int())
+        at = torch.arange(block.numel(), device=scores.device)
+        first = at.new_full((num_blocks,), block.numel()).scatter_reduce(0, block, torch.where(freed, at, block.numel()), "amin")
+        freed &= (references[block] == 0) & (first[block] == at)
+    named = torch.sort((~freed).int(), stable=True).indices
+    count = freed.sum(dtype=torch.int32).view(1)
+    listed = torch.where(torch.arange(block.numel(), device=scores.device) < count, block[named], -1).to(torch.int32)
+    return tables, lens, listed, count
+
+
+# ----------------------------------------------------------------------------------------------------- statistics of K or V
+
+
+def token_moments(cache, scale, block_tables, seq_lens, blocks_per_group, shift, gain) -> tuple[Tensor, Tensor]:
+    sums = cache.new_empty((*block_tables.shape, *cache.shape[1:3]), dtype=torch.float32)
+    squares = torch.empty_like(sums)
+    for part in _sequences_at_once(cache, block_tables):
+        x, used, lost = _tokens(cache, scale, block_tables[part], seq_lens[part])
+        if shift is not None:
+            offset, factor = (y[part].repeat_interleave(blocks_per_group, 1)[:, : x.shape[1], None] for y in (shift, gain))
+            x = (x - offset) * factor
+        for into, values in ((sums, x), (squares, x * x)):
+            into[part] = torch.where(lost[..., None], math.nan, torch.where(used[..., None], values.sum(-1), 0.0))
+    return sums, squares
+
+
+def channel_statistics(cache, scale, block_tables, seq_lens, blocks_per_group) -> tuple[Tensor, Tensor, Tensor]:
+    num_seqs, max_blocks = block_tables.shape
+    num_groups = -(-max_blocks // blocks_per_group)
+    results = [cache.new_empty((num_seqs, num_groups, *cache.shape[2:]), dtype=torch.float32) for _ in range(3)]
+    if max_blocks == 0:
+        return tuple(results)
+    for part in _sequences_at_once(cache, block_tables):
+        x, used, lost = (_by_group(y, num_groups, blocks_per_group) for y in _tokens(cache, scale, block_tables[part], seq_lens[part]))
+        used, lost = used[..., None, None], lost.any(2)[..., None, None]
+        norm = x.square().sum(-1, keepdim=True).sqrt()
+        unit = x * torch.where(norm == 0, 0.0, 1 / norm)
+        seen = used & ~x.isnan()
+        for into, values in zip(
+            results,
+            (
+                torch.where(seen, x, math.inf).amin(2),
+                torch.where(seen, x, -math.inf).amax(2),
+                torch.where(used, unit, 0.0).sum(2),
+            ),
+            strict=True,
+        ):
+            into[part] = torch.where(lost, math.nan, values)
+    return tuple(results)
+
+
+def _sequences_at_once(cache, block_tables) -> list[slice]:
+    """Parts of the batch whose tokens, gathered as float32, take no more than `_GATHERED_ELEMENTS`."""
+    chunk = max(1, _GATHERED_ELEMENTS // max(1, block_tables.shape[1] * cache.shape[1:].numel()))
+    return [slice(s, s + chunk) for s in range(0, len(block_tables), chunk)]
+
+
+def _tokens(cache, scale, block_tables, seq_lens) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each slot that the tables name: its vectors, whether it holds a token, and whether it should and cannot be read.
+
+    float32 `[num_seqs, max_blocks, block_size, num_kv_heads, head_dim]` and twice bool `[num_seqs, max_blocks, block_size]`.
+    """
+    num_seqs, max_blocks = block_tables.shape
+    num_blocks, block_size = cache.shape[:2]
+    in_pool = (block_tables >= 0) & (block_tables < num_blocks)
+    x = _gather(cache, scale, torch.where(in_pool, block_tables, 0).long()).unflatten(1, (max_blocks, block_size))
+    position = torch.arange(max_blocks * block_size, device=cache.device).view(max_blocks, block_size)
+    length = seq_lens[:, None, None]
+    used = position < length
+    return x, used, (used & ~in_pool[..., None]) | (length < 0) | (length > max_blocks * block_size)
+
+
+def _by_group(x: Tensor, num_groups: int, blocks_per_group: int) -> Tensor:
+    """`[num_seqs, max_blocks, block_size, ...]` as `[num_seqs, num_groups, tokens, ...]`, with zeros for the blocks that the last group lacks."""
+    missing = num_groups * blocks_per_group - x.shape[1]
+    x = torch.cat([x, x.new_zeros((len(x), missing, *x.shape[2:]))], 1)
+    return x.unflatten(1, (num_groups, blocks_per_group)).flatten(2, 3)

@@ -9,11 +9,15 @@ from pagedkv.reference.attention import merge_attention_states, paged_attention,
 from pagedkv.reference.cache import reshape_and_cache
 from pagedkv.reference.eviction import evict_blocks, eviction_scores, select_eviction_candidates
 from pagedkv.reference.quantization import dequantize_kv, quantize_kv
+from pagedkv.reference.sequence_eviction import accumulate_block_mass, select_per_sequence
+from pagedkv.reference.statistics import channel_statistics, token_moments
 from pagedkv.reference.tolerance import allowed_error, attention_like_pytorch, outside_tolerance
 
 __all__ = [
+    "accumulate_block_mass",
     "allowed_error",
     "attention_like_pytorch",
+    "channel_statistics",
     "dequantize_kv",
     "evict_blocks",
     "eviction_scores",
@@ -24,4 +28,6 @@ __all__ = [
     "quantize_kv",
     "reshape_and_cache",
     "select_eviction_candidates",
+    "select_per_sequence",
+    "token_moments",
 ]

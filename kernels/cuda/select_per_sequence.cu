@@ -1,0 +1,235 @@
+// select_per_sequence: each sequence lets go of its lowest-scored blocks until it is within its budget.
+//
+// One cooperative launch. A CTA takes a sequence: four radix passes over the candidates' keys, a byte each, find the
+// key of the last block to go and how many of its ties go, too; one pass of prefix sums then writes the table without
+// them and the list of what was let go. Keys of up to kCachedKeys places stay in shared memory; a longer table's are
+// read again. When all sequences are done, one CTA gathers what no sequence holds any more, in order.
+#include <climits>
+
+#include "eviction/cta.cuh"
+
+namespace pagedkv {
+namespace {
+
+using eviction::key_of;
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kCachedKeys = 8192;
+constexpr int kDigits = 256;
+// While the freed blocks are gathered, the count of a block without holders is lowered to this plus the first place at
+// which it was let go: of several sequences that shared it, that one names it.
+constexpr int kMark = INT_MIN;
+constexpr int kHighestMark = INT_MIN / 2;
+
+struct Workspace {
+  int32_t* dropped;      // [num_seqs, max_blocks]: what each sequence let go of, in the order of their places
+  int32_t* num_dropped;  // [num_seqs]
+  int32_t* num_freed;    // [num_seqs]; then where each sequence's part of `freed` starts
+};
+
+struct Shared {
+  uint32_t keys[kCachedKeys];
+  uint32_t histogram[kDigits];
+  uint64_t scan[kWarps + 1];
+  uint32_t threshold, wanted;
+};
+
+__device__ __forceinline__ bool in_pool(const SequenceSelectParams& p, int32_t block) { return block >= 0 && block < p.num_blocks; }
+
+__device__ __forceinline__ uint32_t key_at(const SequenceSelectParams& p, const int32_t* table, int64_t seq, int64_t place) {
+  if (p.by_place) return key_of(p.scores[seq * p.scores_stride + place]);
+  const int32_t block = table[place];
+  return in_pool(p, block) ? key_of(p.scores[block]) : 0xffffffffu;
+}
+
+// shared.threshold: the wanted-th lowest of keys [0, count); shared.wanted: how many of its ties are among the lowest.
+template <class KeyAt>
+__device__ void find_threshold(Shared& shared, int64_t count, uint32_t wanted, const KeyAt& key_at_) {
+  if (threadIdx.x == 0) shared.threshold = 0, shared.wanted = wanted;
+  uint32_t known = 0;  // bits of the threshold that are found
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    static_assert(kDigits == kThreads);
+    shared.histogram[threadIdx.x] = 0;
+    __syncthreads();
+    const uint32_t prefix = shared.threshold;
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+      const uint32_t key = key_at_(i);
+      if ((key & known) == prefix) atomicAdd(&shared.histogram[key >> shift & 0xff], 1u);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x;
+      const uint32_t rank = shared.wanted;
+      uint32_t counts[kDigits / 32], own = 0;
+#pragma unroll
+      for (int i = 0; i < kDigits / 32; ++i) own += counts[i] = shared.histogram[lane * (kDigits / 32) + i];
+      uint32_t below = warp_inclusive_sum(own) - own;
+      if (below < rank && rank <= below + own) {
+        uint32_t digit = lane * (kDigits / 32);
+#pragma unroll
+        for (int i = 0; i < kDigits / 32 - 1; ++i) {
+          if (digit == lane * (kDigits / 32) + i && below + counts[i] < rank) below += counts[i], ++digit;
+        }
+        shared.threshold = prefix | digit << shift;
+        shared.wanted = rank - below;
+      }
+    }
+    known |= 0xffu << shift;
+    __syncthreads();
+  }
+}
+
+__device__ void select(const SequenceSelectParams& p, const Workspace& w, Shared& shared, int64_t seq) {
+  const int32_t* table = p.block_tables + seq * p.block_tables_stride;
+  int32_t* kept = p.new_tables + seq * p.max_blocks;
+  int32_t* dropped = w.dropped + seq * p.max_blocks;
+  const int64_t len = p.seq_lens[seq];
+  const bool bad = len < 0 || len > p.max_blocks * p.block_size;
+  const int64_t blocks = bad ? p.max_blocks : (len + p.block_size - 1) / p.block_size;
+  const int64_t last = max(p.protect_last, int64_t{len % p.block_size != 0});
+  const int64_t first = min(p.protect_first, blocks);
+  const int64_t candidates = bad ? 0 : max(int64_t{0}, blocks - min(last, blocks) - first);
+  const int64_t budget = max(int64_t{0}, p.budgets ? int64_t{p.budgets[seq]} : p.budget);
+  const int64_t drop = min(max(int64_t{0}, blocks - budget), candidates);
+
+  const bool cached = candidates <= kCachedKeys;
+  if (drop > 0) {
+    if (cached) {
+      for (int64_t i = threadIdx.x; i < candidates; i += kThreads) shared.keys[i] = key_at(p, table, seq, first + i);
+      find_threshold(shared, candidates, drop, [&](int64_t i) { return shared.keys[i]; });
+    } else {
+      find_threshold(shared, candidates, drop, [&](int64_t i) { return key_at(p, table, seq, first + i); });
+    }
+  }
+
+  // Places before this one whose key is below the threshold, and those that tie with it, in the two halves of a word.
+  const uint32_t threshold = shared.threshold, wanted = drop > 0 ? shared.wanted : 0;
+  uint64_t base = 0;
+  for (int64_t tile = 0; tile < p.max_blocks; tile += kThreads) {
+    const int64_t place = tile + threadIdx.x;
+    const int64_t candidate = place - first;
+    uint64_t flags = 0;
+    if (drop > 0 && candidate >= 0 && candidate < candidates) {
+      const uint32_t key = cached ? shared.keys[candidate] : key_at(p, table, seq, place);
+      flags = key < threshold ? uint64_t{1} << 32 : key == threshold ? 1 : 0;
+    }
+    uint64_t total;
+    const uint64_t before = base + block_exclusive_sum<kThreads>(flags, shared.scan, &total);
+    base += total;
+    const uint32_t ties = static_cast<uint32_t>(before);
+    const int64_t gone = (before >> 32) + min(ties, wanted);
+    if (place < blocks) {
+      const int32_t block = table[place];
+      if (flags > 1 || (flags == 1 && ties < wanted)) {
+        dropped[gone] = block;
+        if (p.references && in_pool(p, block)) atomicSub(p.references + block, 1);
+      } else {
+        kept[place - gone] = block;
+      }
+    }
+    if (place < p.max_blocks) p.freed[seq * p.max_blocks + place] = -1;
+    if (!bad && place < p.max_blocks && place >= blocks - drop) {
+      kept[place] = -1;  // places that a block was moved to lie before these
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    p.new_lens[seq] = static_cast<int32_t>(len - drop * p.block_size);
+    w.num_dropped[seq] = static_cast<int32_t>(drop);
+  }
+}
+
+// Whether the block that `seq` let go of, `i`-th, is free now, and this is where it is named.
+__device__ __forceinline__ bool is_freed(const SequenceSelectParams& p, const Workspace& w, int64_t seq, int i) {
+  const int64_t at = seq * p.max_blocks + i;
+  const int32_t block = w.dropped[at];
+  if (!in_pool(p, block)) return false;
+  return !p.references || *static_cast<volatile int32_t*>(p.references + block) == static_cast<int32_t>(kMark + at);
+}
+
+// One CTA; a warp takes a sequence.
+__device__ void gather_freed(const SequenceSelectParams& p, const Workspace& w, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (p.references) {
+    for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
+      for (int i = lane; i < w.num_dropped[seq]; i += 32) {
+        const int64_t at = seq * p.max_blocks + i;
+        const int32_t block = w.dropped[at];
+        if (!in_pool(p, block)) continue;
+        const int32_t count = *static_cast<volatile int32_t*>(p.references + block);
+        if (count == 0 || count < kHighestMark) atomicMin(p.references + block, static_cast<int32_t>(kMark + at));
+      }
+    }
+    __syncthreads();
+  }
+  for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
+    int count = 0;
+    for (int i = lane; i - lane < w.num_dropped[seq]; i += 32) {
+      count += __popc(__ballot_sync(~0u, i < w.num_dropped[seq] && is_freed(p, w, seq, i)));
+    }
+    if (lane == 0) w.num_freed[seq] = count;
+  }
+  __syncthreads();
+  uint64_t base = 0;
+  for (int64_t tile = 0; tile < p.num_seqs; tile += kThreads) {
+    const int64_t seq = tile + threadIdx.x;
+    uint64_t total;
+    const uint64_t own = seq < p.num_seqs ? w.num_freed[seq] : 0;
+    const uint64_t before = base + block_exclusive_sum<kThreads>(own, shared.scan, &total);
+    base += total;
+    if (seq < p.num_seqs) w.num_freed[seq] = static_cast<int32_t>(before);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) *p.num_freed = static_cast<int32_t>(base);
+  for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
+    int32_t* freed = p.freed + w.num_freed[seq];
+    for (int i = lane; i - lane < w.num_dropped[seq]; i += 32) {
+      const bool mine = i < w.num_dropped[seq] && is_freed(p, w, seq, i);
+      const unsigned all = __ballot_sync(~0u, mine);
+      if (mine) {
+        const int32_t block = w.dropped[seq * p.max_blocks + i];
+        freed[__popc(all & ((1u << lane) - 1))] = block;
+        if (p.references) p.references[block] = 0;  // one place names a block, so nobody else looks for its mark
+      }
+      freed += __popc(all);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) select_and_gather(SequenceSelectParams p, Workspace w) {
+  __shared__ Shared shared;
+  for (int64_t seq = blockIdx.x; seq < p.num_seqs; seq += gridDim.x) {
+    select(p, w, shared, seq);
+    __syncthreads();
+  }
+  if (gridDim.x > 1) cooperative_groups::this_grid().sync();
+  if (blockIdx.x == 0) gather_freed(p, w, shared);
+}
+
+constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+size_t select_per_sequence_workspace(const SequenceSelectParams& p) {
+  return aligned(p.num_seqs * p.max_blocks * sizeof(int32_t)) + 2 * aligned(p.num_seqs * sizeof(int32_t));
+}
+
+void select_per_sequence(const SequenceSelectParams& p, void* workspace, void* stream) {
+  Workspace w{};
+  char* at = static_cast<char*>(workspace);
+  w.dropped = reinterpret_cast<int32_t*>(at);
+  w.num_dropped = reinterpret_cast<int32_t*>(at += aligned(p.num_seqs * p.max_blocks * sizeof(int32_t)));
+  w.num_freed = reinterpret_cast<int32_t*>(at += aligned(p.num_seqs * sizeof(int32_t)));
+
+  int per_sm = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, select_and_gather, kThreads, 0), "select_per_sequence");
+  const unsigned grid = grid_for(p.num_seqs, 1, int64_t{per_sm} * device_attribute(cudaDevAttrMultiProcessorCount));
+  SequenceSelectParams params = p;
+  void* arguments[] = {&params, &w};
+  check(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(select_and_gather), dim3(grid), dim3(kThreads), arguments, 0,
+                                    static_cast<cudaStream_t>(stream)),
+        "select_per_sequence");
+}
+
+}  // namespace pagedkv

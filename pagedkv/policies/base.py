@@ -1,0 +1,166 @@
+"""What a policy is, what it may look at, and the registry of all of them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedkv.ops.sequence_eviction import MASS_UNIT
+from pagedkv.ops.statistics import token_moments
+
+REGISTRY: dict[str, type[Policy]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What is known of some sequences when their blocks are scored. All tensors live on one device.
+
+    Args:
+        block_tables: int32 `[num_seqs, max_blocks]`.
+        seq_lens: int32 `[num_seqs]`, tokens.
+        block_size: tokens of a block.
+        k_cache, v_cache: as attention takes them, `[num_blocks, block_size, num_kv_heads, head_dim]`. What a `KVQuantSpec` rotates keeps
+            its norms and angles, not its channels; what it shifts keeps neither.
+        k_scale, v_scale: of an int8 cache.
+        block_mass: float32 `[num_seqs, max_blocks]`, what the last query attended to: see `quant_paged_attention`.
+        total_mass: float32 `[num_seqs, max_blocks]`, what all queries attended to: see `mass_at_places`.
+    """
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    block_size: int
+    k_cache: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_cache: Tensor | None = None
+    v_scale: Tensor | None = None
+    block_mass: Tensor | None = None
+    total_mass: Tensor | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """int64 `[max_blocks]`: 0, 1, ..., the columns of the tables."""
+        return torch.arange(self.block_tables.shape[1], device=self.block_tables.device)
+
+    @property
+    def num_blocks(self) -> Tensor:
+        """int32 `[num_seqs, 1]`: blocks that each sequence holds."""
+        return (self.seq_lens[:, None] + self.block_size - 1) // self.block_size
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """`[num_seqs, max_blocks]`: tokens at each place; 0 past the end."""
+        return (self.seq_lens[:, None] - self.places * self.block_size).clamp(0, self.block_size)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Averages `[num_seqs, max_blocks, block_size, num_kv_heads]` over heads and over the tokens there are: `[num_seqs, max_blocks]`."""
+        held = torch.arange(self.block_size, device=x.device) < self.num_tokens[..., None]
+        total = torch.where(held, x.mean(-1), 0.0).sum(-1)
+        return total / self.num_tokens.clamp(min=1)
+
+    def norms(self, which: str) -> Tensor:
+        """L2 norm of each head of each token, which is "k" or "v": float32 `[num_seqs, max_blocks, block_size, num_kv_heads]`."""
+        cache, scale = getattr(self, f"{which}_cache"), getattr(self, f"{which}_scale")
+        return token_moments(cache, scale, self.block_tables, self.seq_lens)[1].sqrt()
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Each sequence by itself, in NumPy float64, for `Policy.reference`."""
+        from pagedkv.reference.statistics import paged_tokens
+
+        def tokens(cache, scale):
+            return [None] * len(self.seq_lens) if cache is None else paged_tokens(cache, scale, self.block_tables, self.seq_lens)
+
+        k, v = tokens(self.k_cache, self.k_scale), tokens(self.v_cache, self.v_scale)
+        for s, (k_s, v_s) in enumerate(zip(k, v, strict=True)):
+            masses = [None if m is None else m[s, : int(self.num_blocks[s])].double().cpu().numpy() for m in (self.block_mass, self.total_mass)]
+            yield Sequence(int(self.seq_lens[s]), self.block_size, k_s, v_s, *masses)
+
+
+def mass_at_places(total: Tensor, block_tables: Tensor) -> Tensor:
+    """The pool's int64 `[num_blocks]` statistic (see `accumulate_block_mass`) at each place: float32 `[num_seqs, max_blocks]`.
+
+    Past the end of a sequence: anything.
+    """
+    return (total[block_tables.clamp(0, len(total) - 1).long()].double() * MASS_UNIT).float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """One sequence as arrays: `k, v` float64 `[length, num_kv_heads, head_dim]`, `block_mass, total_mass` float64 `[num_blocks]`."""
+
+    length: int
+    block_size: int
+    k: np.ndarray | None = None
+    v: np.ndarray | None = None
+    block_mass: np.ndarray | None = None
+    total_mass: np.ndarray | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.length // self.block_size)
+
+    @functools.cached_property
+    def num_tokens(self) -> np.ndarray:
+        """`[num_blocks]`: tokens of each block."""
+        return np.minimum(self.block_size, self.length - self.block_size * np.arange(self.num_blocks))
+
+    def mean(self, of_tokens: np.ndarray) -> np.ndarray:
+        """Averages `[length]` or `[length, num_kv_heads]` over heads and the tokens of each block: `[num_blocks]`."""
+        of_tokens = of_tokens.reshape(self.length, -1).mean(1)
+        return np.array([of_tokens[j * self.block_size :][: self.block_size].mean() for j in range(self.num_blocks)])
+
+
+class Policy(abc.ABC):
+    """A rule. Call it with an `Observation` to get the scores: higher is worth more, and the lowest goes first.
+
+    Subclasses are frozen dataclasses whose fields are the rule's parameters. They write `score` and `reference` and nothing else, and
+    read nothing on the host, so that a CUDA graph can hold them.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()  # fields of the observation without which there is no score
+    tolerance: ClassVar[float] = 1e-5  # of `score` in float32 against `reference`, relative to the largest score
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if REGISTRY.setdefault(cls.name, cls).__qualname__ != cls.__qualname__:
+            raise ValueError(f"name: expected one that no policy has, got {cls.name!r}")
+        REGISTRY[cls.name] = cls
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """float32 `[num_seqs, max_blocks]`; what stands past the end of a sequence has no meaning.
+
+        Raises:
+            ValueError: the observation lacks what the rule needs.
+        """
+        missing = [name for name in self.needs if getattr(seen, name) is None]
+        if missing:
+            raise ValueError(f"seen: expected an observation with {' and '.join(missing)} for {self.name!r}")
+        return self.score(seen)
+
+    @abc.abstractmethod
+    def score(self, seen: Observation) -> Tensor:
+        """The rule in PyTorch and this library's ops."""
+
+    @abc.abstractmethod
+    def reference(self, sequence: Sequence) -> np.ndarray:
+        """The rule in NumPy, for the blocks of one sequence that is not empty: float64 `[num_blocks]`."""
+
+
+def policy(name: str | Policy, **parameters) -> Policy:
+    """The policy of a name, with the given parameters; a policy as it is.
+
+    Raises:
+        ValueError: no policy has that name.
+    """
+    if isinstance(name, Policy):
+        return name
+    if name not in REGISTRY:
+        raise ValueError(f"policy: expected one of {', '.join(sorted(REGISTRY))}, got {name!r}")
+    return REGISTRY[name](**parameters)
