@@ -2,6 +2,7 @@
 
 import importlib
 
+from pagedkv import policies
 from pagedkv.ops.attention import merge_attention_states, paged_attention, quant_paged_attention
 from pagedkv.ops.cache import reshape_and_cache
 from pagedkv.ops.eviction import evict_blocks, eviction_scores, select_eviction_candidates
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """`pagedkv.reference` and `pagedkv.policies` are imported when they are first asked for."""
-    if name in ("reference", "policies"):
-        return importlib.import_module(f"pagedkv.{name}")
+    """`pagedkv.reference` is imported when it is first asked for."""
+    if name == "reference":
+        return importlib.import_module("pagedkv.reference")
     raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")

@@ -18,6 +18,8 @@ from torch import Tensor
 from pagedkv.block_pool import Append, BlockPool, KVCacheFull
 from pagedkv.kv_planes import KVPlanes
 from pagedkv.ops import checks
+from pagedkv.ops.sequence_eviction import select_per_sequence
+from pagedkv.policies.base import Observation
 from pagedkv.quant_spec import KVQuantSpec
 
 __all__ = ["KVCacheFull", "PagedKVCache"]
@@ -111,6 +113,29 @@ class PagedKVCache:
         """
         self._pool.evict(seq, logical_blocks)
 
+    def evict_to_budget(
+        self, seqs: Sequence[int], scores: Tensor, budget: int, protect_first: int = 1, protect_last: int = 1
+    ) -> dict[int, list[int]]:
+        """Bring sequences within a budget of blocks: `select_per_sequence`, carried out. Reads the device, once.
+
+        Args:
+            seqs: distinct sequences.
+            scores: float32, of each place of `block_tables(seqs)` (a policy's, say), or of each block of the pool.
+            budget, protect_first, protect_last: blocks; see `select_per_sequence`.
+
+        Returns:
+            For each sequence the logical blocks that went, ascending.
+        """
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"seqs: expected distinct sequences, got {list(seqs)}")
+        tables, lengths = self.block_tables(seqs), self.seq_lens(seqs)
+        kept, *_ = select_per_sequence(scores, tables, lengths, budget, protect_first, protect_last, block_size=self.block_size)
+        gone = {}
+        for seq, row in zip(seqs, kept.tolist(), strict=True):
+            gone[seq] = [place for place, block in enumerate(self._pool.written(seq)) if block not in set(row)]
+            self._pool.evict(seq, gone[seq])
+        return gone
+
     # ------------------------------------------------------------------------------------------------------------------ writing
 
     def append(self, seqs: int | Sequence[int], key: Tensor, value: Tensor) -> None:
@@ -191,6 +216,17 @@ class PagedKVCache:
             return_block_mass=return_block_mass,
         )
 
+    def observe(self, seqs: Sequence[int], *, block_mass: Tensor | None = None, total_mass: Tensor | None = None) -> Observation:
+        """What a policy may look at: the sequences' tables, the blocks as they are encoded, and the masses given (see `Observation`)."""
+        return Observation(
+            self.block_tables(seqs),
+            self.seq_lens(seqs),
+            self.block_size,
+            **self._planes.tensors(),
+            block_mass=block_mass,
+            total_mass=total_mass,
+        )
+
     def block_tables(self, seqs: Sequence[int]) -> Tensor:
         """int32 `[num_seqs, max_blocks]` on the cache's device: the blocks that hold tokens, in order, then -1. At least one column."""
         rows = [self._pool.written(seq) for seq in seqs]
@@ -261,7 +297,9 @@ class PagedKVCache:
         if not self.spec.subtract_k_mean:
             return None
         distinct = {seq: i for i, seq in enumerate(dict.fromkeys(seqs))}
-        means = torch.stack([torch.zeros((self.num_kv_heads, self.head_dim), device=self.device), *(self._k_means[seq] for seq in distinct)])
+        means = torch.stack(
+            [torch.zeros((self.num_kv_heads, self.head_dim), device=self.device), *(self._k_means[seq] for seq in distinct)]
+        )
         return means[torch.tensor([1 + distinct[seq] for seq in seqs], dtype=torch.int64, device=self.device)]
 
     def _description(self) -> dict:

@@ -252,7 +252,9 @@ def test_weights(op):
         getattr(pagedkv, op)(**valid(op), w_recency="0.4")
 
 
-@pytest.mark.parametrize("name, value", [("budget", -1), ("protect_first", -1), ("protect_last", -2), ("block_size", 0), ("block_size", 257)])
+@pytest.mark.parametrize(
+    "name, value", [("budget", -1), ("protect_first", -1), ("protect_last", -2), ("block_size", 0), ("block_size", 257)]
+)
 def test_numbers_of_a_selection(call, name, value):
     refused(call, "select_per_sequence", name, value, ValueError, f"got {value}")
     with pytest.raises(TypeError, match=f"^{name}: expected an int"):

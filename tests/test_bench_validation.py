@@ -28,6 +28,7 @@ def test_the_quick_sweep_passes_and_covers_its_ops(part):
             "attention": {"quant_paged_attention", "paged_attention", "merge_attention_states", "float64 oracle"},
             "quantization": {"quantize_kv", "dequantize_kv", "reshape_and_cache"},
             "eviction": {"eviction_scores", "select_eviction_candidates", "evict_blocks"},
+            "sequence_eviction": {"accumulate_block_mass", "select_per_sequence", "token_moments", "channel_statistics"},
         }[part]
     )
     assert len({(row["op"], row["case"], row["dtype"]) for row in rows}) == len(rows), "a row for each op, case and dtype"
@@ -40,6 +41,8 @@ def test_the_quick_sweep_passes_and_covers_its_ops(part):
         ("eviction", "select_eviction_candidates", lambda ids: ids.flip(0)),
         ("eviction", "eviction_scores", lambda scores: scores * (1 + 1e-4)),
         ("quantization", "dequantize_kv", lambda kv: torch.nextafter(kv, kv + 1)),
+        ("sequence_eviction", "select_per_sequence", lambda selected: (selected[0].flip(0), *selected[1:])),
+        ("sequence_eviction", "token_moments", lambda moments: (moments[0], moments[1] * (1 + 1e-3))),
     ],
 )
 def test_an_op_that_is_slightly_wrong_is_found(monkeypatch, part, op, wrong):

@@ -418,6 +418,30 @@ def test_block_mass_says_what_to_evict():
     torch.testing.assert_close(left[0], mass[0, kept] / mass[0, kept].sum())
 
 
+@pytest.mark.parametrize("name", ["block_head", "unquantised"])
+def test_all_sequences_are_brought_within_a_budget(device, name):
+    """By a policy: those of least attention go, the first and the last stay, and what is shared stays with the others."""
+    cache = make(device, name, num_blocks=20)
+    long, short = start(cache, 6 * BLOCK_SIZE + 1), start(cache, 2 * BLOCK_SIZE, seed=1)
+    child = cache.fork(long)
+    _, mass = ask(cache, long, short, return_block_mass=True)
+    tables = cache.block_tables([long, short]).tolist()
+    scores = pagedkv.policies.policy("last_query_attention")(cache.observe([long, short], block_mass=mass))
+    gone = cache.evict_to_budget([long, short], scores, 4)
+    assert gone == {long: sorted(sorted(range(1, 6), key=lambda j: scores[0, j].item())[:3]), short: []}
+    kept = [block for place, block in enumerate(tables[0]) if place not in gone[long]]
+    assert cache.block_tables([long]).tolist() == [kept] and cache.seq_lens([long, child]).tolist() == [
+        3 * BLOCK_SIZE + 1,
+        6 * BLOCK_SIZE + 1,
+    ]
+    assert cache.block_tables([child]).tolist() == [tables[0]]
+    free = cache.num_free_blocks
+    assert set(cache.evict_to_budget([child], torch.zeros(20, device=device), 4)) == {child}
+    assert cache.num_free_blocks >= free
+    with pytest.raises(ValueError, match=r"^seqs: expected distinct sequences"):
+        cache.evict_to_budget([long, long], scores, 4)
+
+
 @pytest.mark.parametrize(
     ("blocks", "error", "message"),
     [

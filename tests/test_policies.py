@@ -1,4 +1,4 @@
-"""Every policy of the registry against its NumPy twin, and what all of them promise. A new file in `pagedkv/policies` is tested by being there."""
+"""Every policy against its NumPy twin, and what all of them promise. A new file in `pagedkv/policies` is tested by being there."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,9 @@ def observed(device, cache="block_head", lengths=LENGTHS, block_size=16, steps=3
         _, mass = case.run(return_block_mass=True)
         pagedkv.accumulate_block_mass(mass, case.block_tables, total)
     caches = {name: getattr(case, name) for name in ("k_cache", "k_scale", "v_cache", "v_scale")}
-    return Observation(case.block_tables, case.seq_lens, block_size, **caches, block_mass=mass, total_mass=mass_at_places(total, case.block_tables))
+    return Observation(
+        case.block_tables, case.seq_lens, block_size, **caches, block_mass=mass, total_mass=mass_at_places(total, case.block_tables)
+    )
 
 
 def check(rule, seen):
@@ -82,7 +84,9 @@ def test_scores_lead_to_a_selection_that_attention_takes(device, name):
     case.check()
 
 
-@pytest.mark.parametrize("parameters", [{"lag_blocks": 2}, {"lag_blocks": 3, "sink_blocks": 0}, {"lag_blocks": 1, "sink_blocks": 4}, {"sink_blocks": 99}])
+@pytest.mark.parametrize(
+    "parameters", [{"lag_blocks": 2}, {"lag_blocks": 3, "sink_blocks": 0}, {"lag_blocks": 1, "sink_blocks": 4}, {"sink_blocks": 99}]
+)
 def test_lags(device, parameters):
     check(policy("lag_kv", **parameters), observed(device))
 

@@ -76,7 +76,9 @@ def test_accumulated_attention(case):
     keys, values = dense(case.k_cache, case), dense(case.v_cache, case)
     scores = kvpress.ObservedAttentionPress().score(None, None, keys, values, attentions, {})[0]
     want = (scores * torch.arange(LENGTH, 0, -1)).mean(0).view(NUM_BLOCKS, BLOCK).mean(1).numpy()
-    np.testing.assert_allclose(own_scores("accumulated_attention", case, total_mass=mass_at_places(total, case.block_tables)), want, rtol=1e-4)
+    np.testing.assert_allclose(
+        own_scores("accumulated_attention", case, total_mass=mass_at_places(total, case.block_tables)), want, rtol=1e-4
+    )
 
 
 def test_sinks_and_recency(case):

@@ -279,9 +279,7 @@ def accumulate_block_mass_values(block_mass, block_tables, total, decay) -> None
         )
 
 
-def select_per_sequence(
-    scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, budgets
-) -> None:
+def select_per_sequence(scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, budgets) -> None:
     device = scores.device
     tensor("block_tables", block_tables, INT32, ("num_seqs", "max_blocks"))
     if scores.dim() == 2:
@@ -311,7 +309,9 @@ def select_per_sequence_values(scores, block_tables, seq_lens, budget, protect_f
 def token_moments(cache, scale, block_tables, seq_lens, blocks_per_group, shift, gain) -> None:
     groups = _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group)
     if (shift is None) != (gain is None):
-        raise ValueError(f"{'shift' if shift is None else 'gain'}: expected a tensor, as {'gain' if shift is None else 'shift'} is, got None")
+        raise ValueError(
+            f"{'shift' if shift is None else 'gain'}: expected a tensor, as {'gain' if shift is None else 'shift'} is, got None"
+        )
     if shift is not None:
         sizes = (block_tables.shape[0], groups, *cache.shape[2:])
         tensor("shift", shift, FLOAT32, sizes, cache.device)

@@ -246,7 +246,7 @@ def accumulate_block_mass(block_mass, block_tables, total, decay) -> None:
 def select_per_sequence(
     scores, block_tables, seq_lens, budget, protect_first, protect_last, block_size, references, budgets
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_seqs, max_blocks = block_tables.shape
+    max_blocks = block_tables.shape[1]
     pool = scores if scores.dim() == 1 else references
     num_blocks = 2**31 - 1 if pool is None else len(pool)
     in_pool = (block_tables >= 0) & (block_tables < num_blocks)
@@ -337,7 +337,7 @@ def _tokens(cache, scale, block_tables, seq_lens) -> tuple[Tensor, Tensor, Tenso
 
     float32 `[num_seqs, max_blocks, block_size, num_kv_heads, head_dim]` and twice bool `[num_seqs, max_blocks, block_size]`.
     """
-    num_seqs, max_blocks = block_tables.shape
+    max_blocks = block_tables.shape[1]
     num_blocks, block_size = cache.shape[:2]
     in_pool = (block_tables >= 0) & (block_tables < num_blocks)
     x = _gather(cache, scale, torch.where(in_pool, block_tables, 0).long()).unflatten(1, (max_blocks, block_size))
@@ -348,7 +348,7 @@ def _tokens(cache, scale, block_tables, seq_lens) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_group(x: Tensor, num_groups: int, blocks_per_group: int) -> Tensor:
-    """`[num_seqs, max_blocks, block_size, ...]` as `[num_seqs, num_groups, tokens, ...]`, with zeros for the blocks that the last group lacks."""
+    """`[num_seqs, max_blocks, block_size, ...]` as `[num_seqs, num_groups, tokens, ...]`, the last group filled up with zeros."""
     missing = num_groups * blocks_per_group - x.shape[1]
     x = torch.cat([x, x.new_zeros((len(x), missing, *x.shape[2:]))], 1)
     return x.unflatten(1, (num_groups, blocks_per_group)).flatten(2, 3)

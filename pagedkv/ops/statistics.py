@@ -47,9 +47,7 @@ def token_moments(
     checks.tensors(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     checks.tensors(**{name: x for name, x in (("scale", scale), ("shift", shift), ("gain", gain)) if x is not None})
     checks.integer("blocks_per_group", blocks_per_group)
-    return torch.ops.pagedkv.token_moments(
-        cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain
-    )
+    return torch.ops.pagedkv.token_moments(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain)
 
 
 def channel_statistics(

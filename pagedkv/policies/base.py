@@ -59,7 +59,7 @@ class Observation:
         return (self.seq_lens[:, None] - self.places * self.block_size).clamp(0, self.block_size)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Averages `[num_seqs, max_blocks, block_size, num_kv_heads]` over heads and over the tokens there are: `[num_seqs, max_blocks]`."""
+        """`[num_seqs, max_blocks, block_size, num_kv_heads]` averaged over heads and the tokens there are: `[num_seqs, max_blocks]`."""
         held = torch.arange(self.block_size, device=x.device) < self.num_tokens[..., None]
         total = torch.where(held, x.mean(-1), 0.0).sum(-1)
         return total / self.num_tokens.clamp(min=1)
@@ -78,7 +78,9 @@ class Observation:
 
         k, v = tokens(self.k_cache, self.k_scale), tokens(self.v_cache, self.v_scale)
         for s, (k_s, v_s) in enumerate(zip(k, v, strict=True)):
-            masses = [None if m is None else m[s, : int(self.num_blocks[s])].double().cpu().numpy() for m in (self.block_mass, self.total_mass)]
+            masses = [
+                None if m is None else m[s, : int(self.num_blocks[s])].double().cpu().numpy() for m in (self.block_mass, self.total_mass)
+            ]
             yield Sequence(int(self.seq_lens[s]), self.block_size, k_s, v_s, *masses)
 
 

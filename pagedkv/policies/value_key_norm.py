@@ -10,7 +10,9 @@ from pagedkv.policies.base import Observation, Policy, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class ValueKeyNorm(Policy):
-    """A token matters as its value is large and its key small, a page as its tokens do. PagedEviction (Chitty-Venkata et al., 2025, arXiv:2509.04377).
+    """A token matters as its value is large and its key small, a page as its tokens do.
+
+    PagedEviction (Chitty-Venkata et al., 2025, arXiv:2509.04377).
 
     `score[block] = mean over tokens and KV heads of |v| / |k|`
     """

@@ -9,7 +9,6 @@ from torch import Tensor
 from pagedkv.ops.eviction import eviction_scores
 from pagedkv.policies.base import Observation, Policy, Sequence
 
-
 _LEAST = 1e-30  # of the largest total: where nothing was attended to, frequency is 0
 
 

@@ -38,10 +38,8 @@ def select_per_sequence(scores, block_tables, seq_lens, budget, protect_first=1,
         blocks = block_tables[s, : -(-length // block_size)].tolist()
 
         def rank(j, s=s, blocks=blocks):
-            if scores.ndim == 2:
-                score = scores[s, j]
-            else:
-                score = scores[blocks[j]] if 0 <= blocks[j] < num_blocks else math.nan
+            known = scores.ndim == 2 or 0 <= blocks[j] < num_blocks
+            score = scores[(s, j) if scores.ndim == 2 else blocks[j]] if known else math.nan
             return (math.isnan(score), 0 if math.isnan(score) else score, j)
 
         last = max(protect_last, int(length % block_size != 0))

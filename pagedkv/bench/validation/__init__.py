@@ -15,10 +15,15 @@ from pathlib import Path
 import torch
 
 from pagedkv.bench import child
-from pagedkv.bench.validation import attention, eviction, quantization
+from pagedkv.bench.validation import attention, eviction, quantization, sequence_eviction
 from pagedkv.bench.validation.judge import merged
 
-PARTS = {"attention": attention.checks, "quantization": quantization.checks, "eviction": eviction.checks}
+PARTS = {
+    "attention": attention.checks,
+    "quantization": quantization.checks,
+    "eviction": eviction.checks,
+    "sequence_eviction": sequence_eviction.checks,
+}
 
 
 def sweep(device: torch.device, quick: bool = False, part: str | None = None) -> Iterator[dict]:
