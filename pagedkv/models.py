@@ -31,6 +31,7 @@ import time
 import zipfile
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -202,6 +203,44 @@ def read_text(path: str | Path) -> str:
         raise ModelError(f"cannot read the text {path}: {one_line(error)}") from error
 
 
+def from_status(path: Path, assets: Path, device: torch.device | str = "cpu"):
+    """`(label, model, tokenizer, text)` that a `status.json` speaks of, obtained again if need be.
+
+    Raises:
+        ModelError: there is no such file, or it says why there is no model.
+    """
+    try:
+        status = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError("no model was asked for: python -m pagedkv.models --out build/model") from error
+    if not status["available"]:
+        raise ModelError(status["reason"])
+    named = status["named"]
+    text = read_text(obtain(ALICE, assets) if named["text"] is None else named["text"])
+    _say(f"loading {status['label']} (a quarter of a minute)")
+    return status["label"], *load(obtain(SMOLLM2, assets) if named["model"] is None else named["model"], device), text
+
+
+def tiny(device: torch.device | str = "cpu"):
+    """`(label, model, tokenizer, text)` of a random Llama of 3 layers that reads bytes: for smoke runs and tests. It has learnt nothing."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    # Wide weights, or every continuation is one token repeated.
+    config = transformers.LlamaConfig(vocab_size=128, head_dim=16, initializer_range=0.3, max_position_embeddings=8192, **sizes)
+    config.pad_token_id, config.eos_token_id = 0, None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device)
+    text = "".join(chr(33 + (i * i + 7 * (i // 50)) % 90) for i in range(20000))
+    return "tiny", model, _bytes_as_tokens, text
+
+
+def _bytes_as_tokens(text: str, **_):
+    return SimpleNamespace(input_ids=torch.tensor([list(text.encode("ascii"))]))
+
+
 # --------------------------------------------------------------------------------------- command line
 
 
@@ -250,6 +289,7 @@ def make_dump(
     return {
         "available": True,
         "label": label(model),
+        "named": {"model": model, "text": text},
         "request": request,
         "dump": path.name,
         "dump_sha256": sha256(path),

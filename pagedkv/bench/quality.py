@@ -63,10 +63,11 @@ def fp8_e4m3(p: Problem) -> Tensor:
 
     Rounded by torch and decoded before attention, so that what is measured is the format and not a kernel.
     """
-    return pagedkv.paged_attention(p.q, _fp8(p.k), _fp8(p.v), p.block_tables, p.seq_lens, p.sm_scale)
+    return pagedkv.paged_attention(p.q, round_to_fp8(p.k), round_to_fp8(p.v), p.block_tables, p.seq_lens, p.sm_scale)
 
 
-def _fp8(kv: Tensor) -> Tensor:
+def round_to_fp8(kv: Tensor) -> Tensor:
+    """The values that FP8 E4M3 with a scale for each token and head holds, in the dtype of `kv` `[..., head_dim]`."""
     largest = kv.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
     return (kv / scale).to(torch.float8_e4m3fn).to(kv.dtype) * scale

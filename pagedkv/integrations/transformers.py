@@ -26,6 +26,7 @@ from pagedkv.ops.eviction import select_eviction_candidates
 from pagedkv.quant_spec import KVQuantSpec, kv_spec
 
 ATTENTION = "pagedkv"  # the name of the attention in transformers
+_WATCH = 32  # queries of the prompt that say what it attends to, as many as SnapKV's window (Li et al., 2024)
 _HOLDER = "pagedkv_layer"  # attribute of the K that a layer hands to the attention function: the layer itself
 
 Policy = Callable[["PagedCache", int], Tensor]
@@ -42,8 +43,8 @@ class PagedCache(Cache):
         num_blocks: of the pool, in each layer. None: it grows.
         policy: a function of this cache and a table that scores blocks, float32 `[batch, blocks]`; the lowest goes first. With `budget`.
         budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor its last. The prompt is read whole.
-        watch: the last so many tokens of the prompt, and with a policy every later token, add to `mass` what the decode kernel says
-            they attended to.
+        watch: the last so many tokens of the prompt, and every later token, add to `mass` what the decode kernel says they attended to. 0:
+            nothing is watched. Default: 32 with a policy, else 0.
         evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
 
     Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
@@ -67,17 +68,18 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
         policy: Policy | None = None,
         budget: int | None = None,
-        watch: int = 32,
+        watch: int | None = None,
         evict_by_layer: bool = False,
     ):
         if (policy is None) != (budget is None):
             raise ValueError(f"budget: expected {'None without' if policy is None else 'a number of tokens with'} a policy, got {budget}")
         config = model.config.get_text_config(decoder=True)
-        super().__init__(layers=[_Layer(self, i) for i in range(config.num_hidden_layers)])
+        super().__init__(layers=[PagedLayer(self, i) for i in range(config.num_hidden_layers)])
         self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
         self.seqs: list[int] = []  # of each row of the batch
         self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
-        self.policy, self.budget, self.watch, self.evict_by_layer = policy, budget, watch, evict_by_layer
+        self.policy, self.budget, self.evict_by_layer = policy, budget, evict_by_layer
+        self.watch = (0 if policy is None else _WATCH) if watch is None else watch
         self.mass = [BlockMass() for _ in range(len(self.layers) if evict_by_layer else 1)]  # of each table
         self._kv: ModelKVCache | None = None
         self._step: Step | None = None
@@ -102,7 +104,7 @@ class PagedCache(Cache):
     def attend(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """Attention of the step's tokens over the cache: `[batch, columns, num_heads, head_dim]`, zero for padding."""
         q = self._tokens(query)
-        if self.policy is None:
+        if not self.watch:
             out = self._step.attend(layer, q, scaling, sliding_window=window)
         else:
             out, mass = self._step.attend(layer, q, scaling, sliding_window=window, return_block_mass=True)
@@ -117,7 +119,7 @@ class PagedCache(Cache):
     def look(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> None:
         """What the prompt's last tokens attend to in the cache; the output is not used."""
         last = self._step.last(self.watch)
-        if self.watch > 0 and len(last) > 0:
+        if len(last) > 0:
             q = self._tokens(query)[last]
             _, mass = self._step.attend(layer, q, scaling, last=self.watch, sliding_window=window, return_block_mass=True)
             self._watched(layer).add(mass, self._step.rows[last])
@@ -134,7 +136,8 @@ class PagedCache(Cache):
     def evict(self, row: int, logical_blocks: Sequence[int], table: int = 0) -> None:
         """Drop full blocks of a row of the batch, and what was watched of them."""
         self.kv.evict(self.seqs[row], logical_blocks, table if self.evict_by_layer else None)
-        self.mass[table].evict(row, logical_blocks)
+        if self.watch:
+            self.mass[table].evict(row, logical_blocks)
 
     def _keep_to_budget(self, table: int) -> None:
         over = {row: self.kv.length(seq, table) - self.budget for row, seq in enumerate(self.seqs)}
@@ -187,20 +190,20 @@ class PagedCache(Cache):
     # --------------------------------------------------------------------------------------------------- what `generate` asks for
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._choose(beam_idx.tolist())
+        self.choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._choose(torch.arange(len(self.seqs), device=indices.device)[indices].tolist())
+        self.choose(torch.arange(len(self.seqs), device=indices.device)[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._choose([row for row in range(len(self.seqs)) for _ in range(repeats)])
+        self.choose([row for row in range(len(self.seqs)) for _ in range(repeats)])
 
-    def _choose(self, rows: Sequence[int]) -> None:
+    def choose(self, rows: Sequence[int]) -> None:
         """The batch becomes these rows of itself; one that comes twice is forked."""
         before, self.seqs = self.seqs, [self.kv.fork(self.seqs[row]) for row in rows]
         for seq in before:
             self.kv.free(seq)
-        if self.policy is not None:
+        if self.watch:
             for mass in self.mass:
                 mass.choose(rows)
 
@@ -214,7 +217,7 @@ class PagedCache(Cache):
         raise NotImplementedError("PagedCache keeps what it was given: it cannot take tokens back, which assisted generation asks for")
 
 
-class _Layer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):
     """What transformers holds for each layer. K and V pass through: they are stored once the attention function knows the padding."""
 
     is_compileable = False
@@ -245,7 +248,7 @@ class _Layer(CacheLayerMixin):
         self.cache.store(self.index, key, value, mask)
         if prompt:
             out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-            if self.cache.policy is not None:
+            if self.cache.watch:
                 self.cache.look(self.index, query, scaling, window)
         else:
             out = self.cache.attend(self.index, query, scaling, window)
@@ -269,11 +272,13 @@ class _Layer(CacheLayerMixin):
         pass
 
 
-def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs) -> tuple[Tensor, None]:
+def paged_attention_forward(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
+) -> tuple[Tensor, None]:
     """The attention function: over the `PagedCache` that K comes from; SDPA where it comes from none."""
     layer = getattr(key, _HOLDER, None)
     if layer is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if module.training:
         raise NotImplementedError("PagedCache: training; it has no gradient")
     return layer.attention(module, query, key, value, attention_mask, scaling, sliding_window, kwargs), None

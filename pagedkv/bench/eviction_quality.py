@@ -1,0 +1,209 @@
+"""What a model forgets when blocks of its cache are evicted: perplexity, agreement and a planted fact, by policy and share evicted.
+
+The prompt is read whole, then a share of its blocks goes, then the text goes on through the decode kernel. Every variant starts as a
+fork of the same prompt, so that one pool holds them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pagedkv.bench.kvpress_peer import PressCache
+from pagedkv.bench.model_variants import Ensemble, Scores, summaries, teacher_forced, windows, with_interval
+from pagedkv.integrations.transformers import PagedCache
+from pagedkv.ops.eviction import eviction_scores, select_eviction_candidates
+
+BLOCK_SIZE = 16
+CONTEXT, SCORED = 768, 48  # tokens of a window: the prompt's, and those scored
+WINDOWS, QUICK_WINDOWS = 12, 2
+TOGETHER = 4  # windows in one batch
+WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up
+PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
+FRACTIONS = (0.10, 0.25, 0.50, 0.75)
+INT8_FRACTION = 0.50
+INT8_SPEC = "k_mean_rotated_block_head"
+
+# ------------------------------------------------------------------------------------------------------------------------ policies
+# Worth of each block, float32 `[batch, blocks]`; the lowest goes first.
+
+
+def streaming(cache: PagedCache, table: int) -> Tensor:
+    """Sinks and the most recent (StreamingLLM, Xiao et al., 2024): worth is the place."""
+    total = cache.mass[table].total
+    return torch.arange(total.shape[1], dtype=torch.float32, device=total.device).expand_as(total)
+
+
+def accumulated(cache: PagedCache, table: int) -> Tensor:
+    """Attention of all watched queries together (H2O, Zhang et al., 2023, over SnapKV's window)."""
+    return cache.mass[table].total
+
+
+def last_query(cache: PagedCache, table: int) -> Tensor:
+    """Attention of the last query (TOVA, Oren et al., 2024)."""
+    return cache.mass[table].last
+
+
+def weighted(cache: PagedCache, table: int) -> Tensor:
+    """`pagedkv.eviction_scores` with its default weights: place, share of watched attention above the average, attention."""
+    total = cache.mass[table].total
+    share = total / total.sum(1, keepdim=True)
+    place = streaming(cache, table) / total.shape[1]
+    above = (share > 1 / total.shape[1]).float()
+    columns = [x.flatten().contiguous() for x in (place, above)]
+    mass = (share / share.amax(1, keepdim=True)).flatten()[:, None].contiguous()
+    return eviction_scores(*columns, mass, torch.ones_like(mass, dtype=torch.bool)).view_as(total)
+
+
+def random(cache: PagedCache, table: int) -> Tensor:
+    """No knowledge at all: what a policy has to beat."""
+    total = cache.mass[table].total
+    return torch.rand(total.shape, generator=torch.Generator().manual_seed(table)).to(total.device)
+
+
+POLICIES: dict[str, Callable[[PagedCache, int], Tensor]] = {
+    "streaming": streaming,
+    "accumulated": accumulated,
+    "last_query": last_query,
+    "weighted": weighted,
+    "random": random,
+}
+BY_LAYER = ("accumulated", "last_query")  # also with a choice for each layer; the others' does not depend on it
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A cache after eviction. `policy` None: nothing is evicted."""
+
+    policy: str | None
+    fraction: float = 0.0
+    cache: str = "float32"
+    choice: str = "model"  # one choice for the model, for each layer, or for each layer and head
+
+    @property
+    def name(self) -> str:
+        kind = "" if self.cache == "float32" else f" {self.cache}"
+        return f"{self.policy or 'everything'}{' by ' + self.choice if self.choice != 'model' else ''} {self.fraction:.0%}{kind}"
+
+
+def plan(presses: Sequence[str]) -> list[list[Variant]]:
+    """The variants of each member of the ensemble, in its order; the first of all evicts nothing."""
+    return [
+        [Variant(None), *(Variant(policy, fraction) for policy in POLICIES for fraction in FRACTIONS)],
+        [Variant(policy, fraction, choice="layer") for policy in BY_LAYER for fraction in FRACTIONS],
+        [Variant(None, cache="int8"), *(Variant(policy, INT8_FRACTION, "int8") for policy in POLICIES)],
+        [Variant(f"kvpress {press}", fraction, choice="layer and head") for press in presses for fraction in FRACTIONS],
+    ]
+
+
+def members(model, variants: Sequence[Sequence[Variant]], presses: dict) -> list:
+    options = {"block_size": BLOCK_SIZE, "watch": WATCH}
+    caches = [
+        PagedCache(model, "unquantised", **options),
+        PagedCache(model, "unquantised", evict_by_layer=True, **options),
+        PagedCache(model, INT8_SPEC, **options),
+    ]
+    return [*caches, PressCache(model, presses, FRACTIONS)] if presses else caches
+
+
+def part(cache: PagedCache, variants: Sequence[Variant]) -> None:
+    """After the prompt: the batch becomes one of each variant for each row, and each variant's blocks go."""
+    rows = len(cache.seqs)
+    choices = {}
+    for table in range(len(cache.mass)):
+        for policy in dict.fromkeys(v.policy for v in variants if v.policy):
+            choices[table, policy] = POLICIES[policy](cache, table)
+    cache.watch = 0  # nothing more is evicted, so nothing more is asked
+    cache.choose([row for _ in variants for row in range(rows)])
+    for i, variant in enumerate(variants):
+        for row in range(rows if variant.policy else 0):
+            for table in range(len(cache.mass)):
+                blocks = cache.kv.length(cache.seqs[i * rows + row], table) // BLOCK_SIZE
+                evictable = choices[table, variant.policy][row, PROTECT_FIRST : blocks - PROTECT_LAST]
+                lowest = select_eviction_candidates(evictable.float().contiguous(), min(round(variant.fraction * blocks), len(evictable)))
+                cache.evict(i * rows + row, (lowest + PROTECT_FIRST).tolist(), table)
+
+
+def prompted(model, prompts: Tensor, variants: Sequence[Sequence[Variant]], presses: dict) -> Ensemble:
+    """Every variant's cache, after the prompts `[rows, tokens]` and the eviction."""
+    cache = Ensemble(model, members(model, variants, presses))
+    with torch.inference_mode():
+        model(prompts, past_key_values=cache, logits_to_keep=1)
+    for member, mine in zip(cache.members, variants, strict=False):
+        if isinstance(member, PagedCache):
+            part(member, mine)
+    return cache
+
+
+# -------------------------------------------------------------------------------------------------------------------- measurements
+
+
+def continuation(model, ids: Tensor, presses: dict, count: int = WINDOWS, say: Callable[[str], None] = print) -> Iterator[dict]:
+    """A row for each variant: perplexity and agreement over what follows `count` prompts of a text `ids` `[tokens]`."""
+    variants = plan(list(presses))
+    flat = [variant for mine in variants for variant in mine]
+    parts = []
+    for batch in windows(ids, count, CONTEXT + SCORED + 1).to(model.device).split(TOGETHER):
+        cache = prompted(model, batch[:, :CONTEXT], variants, presses)
+        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(flat)))
+        say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
+    scores = Scores.join(parts)
+    streamed = {v.fraction: scores.nll[i].mean(1) for i, v in enumerate(flat) if (v.policy, v.cache) == ("streaming", "float32")}
+    for i, (variant, row) in enumerate(zip(flat, summaries(scores, [v.name for v in flat]), strict=True)):
+        if variant.fraction in streamed:
+            against = scores.nll[i].mean(1) - streamed[variant.fraction]
+            row |= with_interval("vs_streaming_percent", against, lambda mean: 100 * (mean.exp() - 1))
+        yield {"what": "continuation", "context": CONTEXT, **dataclasses.asdict(variant), **row}
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """A fact planted at `depth` (0 the start, 1 the end) of a prompt of `length` tokens."""
+
+    depth: float
+    length: int
+
+
+NEEDLES = [Needle(i / 9, (1024, 2048, 1024, 1024, 4096, 1024, 2048, 1024, 1024, 2048)[i]) for i in range(10)]
+QUICK_NEEDLES = [Needle(0.5, 256)]
+
+
+def needles(model, tokenizer, ids: Tensor, presses: dict, planted: Sequence[Needle], say: Callable[[str], None] = print) -> Iterator[dict]:
+    """A row for each variant: the share of planted facts that the model states, all tokens of the answer its first choice.
+
+    The question comes after the eviction, so that no policy can know it.
+    """
+    variants = plan(list(presses))
+    flat = [variant for mine in variants for variant in mine]
+    found, nll = [], []
+    for i, needle in enumerate(planted):
+        number = f"{(7919 * (i + 1)) % 9000 + 1000}"
+        fact, question, answer = (
+            tokens(tokenizer, text)
+            for text in (f"\nThe number of the blue door is {number}.\n", "\nNow remember: the number of the blue door is", f" {number}")
+        )
+        start = round(needle.depth * (needle.length - len(fact)))
+        hay = ids[: needle.length - len(fact)]
+        prompt = torch.cat([hay[:start], fact, hay[start:]])[None].to(model.device)
+        cache = prompted(model, prompt, variants, presses)
+        asked = torch.cat([question, answer])[None, :-1].to(model.device)
+        with torch.inference_mode():
+            logits = model(asked.repeat(len(flat), 1), past_key_values=cache, logits_to_keep=len(answer)).logits
+        log_p, target = logits.float().log_softmax(-1), answer.to(model.device)
+        found.append((log_p.argmax(-1) == target).all(1).float().cpu())
+        nll.append(-log_p.gather(2, target.expand(len(flat), -1)[..., None])[..., 0].mean(1).cpu())
+        say(f"  {i + 1} of {len(planted)} needles")
+    for variant, hits, losses in zip(flat, torch.stack(found, 1), torch.stack(nll, 1), strict=True):
+        row = {"what": "needle", **dataclasses.asdict(variant), "variant": variant.name, "needles": len(planted)}
+        yield {**row, **with_interval("found", hits), **with_interval("answer_nll", losses), "found_at": depths(planted, hits)}
+
+
+def depths(planted: Sequence[Needle], hits: Tensor) -> str:
+    return " ".join(f"{needle.depth:.0%}/{needle.length}" for needle, hit in zip(planted, hits, strict=True) if hit)
+
+
+def tokens(tokenizer, text: str) -> Tensor:
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]

@@ -1,0 +1,113 @@
+"""Generation through the paged cache, beside stock transformers: the same tokens where nothing is lost, how long they agree where something is,
+and how fast."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from pagedkv.bench.eviction_quality import accumulated, streaming
+from pagedkv.bench.model_variants import with_interval
+from pagedkv.integrations.transformers import PagedCache
+
+PROMPTS = (1040, 300, 80, 12)  # tokens of each
+QUICK_PROMPTS = (140, 30, 12)
+NEW_TOKENS = 128
+CONTINUED = 64  # tokens that lossy caches generate
+SPEED_CONTEXT, SPEED_STEPS = 1024, 48
+
+
+def prompts(ids: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Parts of a text, padded on the left: `input_ids` and `attention_mask`, int64 `[prompts, longest]`."""
+    longest, stride = max(lengths), len(ids) // len(lengths)
+    padded, mask = torch.zeros(len(lengths), longest, dtype=torch.int64), torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for i, length in enumerate(lengths):
+        padded[i, longest - length :] = ids[i * stride : i * stride + length]
+        mask[i, longest - length :] = 1
+    return {"input_ids": padded, "attention_mask": mask}
+
+
+def stock(model, inputs: dict[str, Tensor], new_tokens: int) -> Tensor:
+    """What transformers generates greedily with SDPA and its own cache: int64 `[prompts, new_tokens]`."""
+    model.set_attn_implementation("sdpa")
+    return _greedy(model, inputs, DynamicCache(), new_tokens)
+
+
+def _greedy(model, inputs: dict[str, Tensor], cache, new_tokens: int) -> Tensor:
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
+    return model.generate(**inputs, past_key_values=cache, **options)[:, inputs["input_ids"].shape[1] :].cpu()
+
+
+def exact(model, ids: Tensor, lengths: Sequence[int] = PROMPTS, new_tokens: int = NEW_TOKENS) -> tuple[dict, Tensor]:
+    """A row that counts the tokens at which the unquantised paged cache agrees with stock transformers; and stock's tokens."""
+    inputs = prompts(ids, lengths)
+    want = stock(model, inputs, new_tokens)
+    got = _greedy(model, inputs, PagedCache(model, "unquantised"), new_tokens)
+    row = {"what": "exact", "prompts": len(lengths), "longest_prompt": max(lengths), "tokens": want.numel(), "equal": int((got == want).sum())}
+    return row, want
+
+
+def lossy() -> dict[str, dict]:
+    """Options of `PagedCache` for each way to lose something. A budget is a share of the longest prompt."""
+    evicting = {
+        f"{policy.__name__} {1 - share:.0%} evicted": {"policy": policy, "budget": share}
+        for policy in (streaming, accumulated)
+        for share in (0.75, 0.5)
+    }
+    int8 = {name: {"spec": name} for name in ("block_head", "k_mean_rotated_block_head")}
+    both = {"accumulated 50% evicted, int8": {"spec": "k_mean_rotated_block_head", "policy": accumulated, "budget": 0.5}}
+    return {**int8, **{name: {"spec": "unquantised", **options} for name, options in evicting.items()}, **both}
+
+
+def continued(model, ids: Tensor, want: Tensor, lengths: Sequence[int] = PROMPTS, new_tokens: int = CONTINUED) -> Iterator[dict]:
+    """A row for each lossy cache: greedy tokens before the first that differs from `want`, per prompt and on average."""
+    inputs = prompts(ids, lengths)
+    for name, options in lossy().items():
+        if "budget" in options:
+            options = {**options, "budget": round(options["budget"] * max(lengths)), "watch": 32}
+        got = _greedy(model, inputs, PagedCache(model, **options), new_tokens)
+        same = (got == want[:, :new_tokens]).int().cumprod(1).sum(1)
+        row = {"what": "continuation", "cache": name, "prompts": len(lengths), "tokens": new_tokens, "each": " ".join(map(str, same.tolist()))}
+        yield {**row, **with_interval("same_tokens", same.double())}
+
+
+@torch.inference_mode()
+def speed(
+    model, ids: Tensor, context: int = SPEED_CONTEXT, steps: int = SPEED_STEPS, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[dict]:
+    """Rows of decode speed, one sequence, after a prompt of `context` tokens: stock and paged caches take turns at every step, so that what
+    slows the machine slows each of them. The last row has the ratio, with the interval of a bootstrap over steps."""
+    caches = {"stock": DynamicCache(), **{spec: PagedCache(model, spec) for spec in ("unquantised", "block_head")}}
+    seconds: dict[str, list[float]] = {name: [] for name in caches}
+    token = {}
+    for name, cache in caches.items():
+        model.set_attn_implementation("sdpa" if name == "stock" else "pagedkv")
+        token[name] = model(ids[None, :context].to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    for step in range(steps + 4):
+        for name, cache in caches.items():
+            model.set_attn_implementation("sdpa" if name == "stock" else "pagedkv")
+            _synchronise(model.device)
+            started = clock()
+            token[name] = model(token[name], past_key_values=cache).logits[:, -1:].argmax(-1)
+            _synchronise(model.device)
+            if step >= 4:  # the first steps warm up
+                seconds[name].append(clock() - started)
+    for name, times in seconds.items():
+        quarter, middle, three = statistics.quantiles(times, n=4)
+        row = {"what": "speed", "cache": name, "context": context, "steps": steps, "tokens_per_s": 1 / middle}
+        yield {**row, "p25_ms": 1e3 * quarter, "p50_ms": 1e3 * middle, "p75_ms": 1e3 * three}
+    for name in caches:
+        if name != "stock":
+            faster = torch.tensor([a / b for a, b in zip(seconds["stock"], seconds[name], strict=True)]).log()
+            yield {"what": "speed_ratio", "cache": name, "context": context, **with_interval("vs_stock", faster, torch.exp)}
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,92 @@
+"""kvpress's eviction rules (github.com/NVIDIA/kvpress), as they are, on the prompt of an `Ensemble`. Optional: pip install 'pagedkv[peers]'."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Rules that need neither training nor a second pass.
+RULES = ("StreamingLLMPress", "SnapKVPress", "TOVAPress", "KeyDiffPress", "ExpectedAttentionPress")
+
+
+def presses() -> dict:
+    """Each rule with its defaults, by the name that kvpress gives it; none where kvpress is absent (`absence` says why)."""
+    if absence() is not None:
+        return {}
+    import kvpress
+
+    return {name: getattr(kvpress, name)() for name in RULES}
+
+
+def absence() -> str | None:
+    try:
+        importlib.metadata.version("kvpress")
+    except importlib.metadata.PackageNotFoundError:
+        return "kvpress is not installed: pip install 'pagedkv[peers]'"
+    try:
+        import kvpress  # noqa: F401
+    except Exception as error:  # another version of transformers than it was written for raises this or that
+        return f"kvpress cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+class PressCache:
+    """A member of an `Ensemble`: what each rule keeps of the prompt at each fraction, dense and in the model's dtype, as kvpress leaves it.
+
+    A rule's own `compress` is called after each attention module, with what kvpress's hook would pass. Variants are in the order of
+    the rules, each with all fractions.
+    """
+
+    watch = 0
+
+    def __init__(self, model, rules: dict, fractions: Sequence[float]):
+        self.rules, self.fractions, self.positions, self.seqs = rules, fractions, 0, range(0)
+        decoder = model.get_decoder()
+        self._prompt: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in decoder.layers]  # by layer and variant
+        self._hooks = []
+        for rule in rules.values():
+            rule.post_init_from_model(model)
+        for layer in decoder.layers:
+            layer.self_attn.rotary_emb = decoder.rotary_emb  # where kvpress puts it for its rules
+            self._hooks.append(layer.self_attn.register_forward_hook(self._compress, with_kwargs=True))
+
+    def store(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        if self.positions == 0:
+            self._prompt[layer] = key, value
+            return
+        batch = len(key) // len(self._kept[layer])
+        parts = zip(key.split(batch), value.split(batch), self._kept[layer], strict=True)
+        self._kept[layer] = [(torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)) for new_k, new_v, (k, v) in parts]
+
+    def attend(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        if window is not None:
+            raise NotImplementedError("PressCache: a sliding window")
+        columns = query.shape[2]
+        parts = []
+        for q, (k, v) in zip(query.split(len(query) // len(self._kept[layer])), self._kept[layer], strict=True):
+            before = k.shape[2] - columns  # all of those, and of the step's own tokens those up to itself
+            mask = None if columns == 1 else torch.ones(columns, k.shape[2], dtype=torch.bool, device=q.device).tril(before)
+            parts.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True))
+        return torch.cat(parts).transpose(1, 2)
+
+    def finish(self, columns: int) -> None:
+        self.positions += columns
+
+    def _compress(self, module, args, kwargs, output) -> None:
+        layer = module.layer_idx
+        if layer not in self._prompt:
+            return
+        key, value = self._prompt.pop(layer)
+        for rule in self.rules.values():
+            for fraction in self.fractions:
+                rule.compression_ratio = fraction
+                self._kept[layer].append(rule.compress(module, kwargs["hidden_states"], key, value, None, kwargs))
+        self.seqs = range(len(key) * len(self._kept[layer]))
+        if not self._prompt and layer == len(self._kept) - 1:
+            for hook in self._hooks:
+                hook.remove()

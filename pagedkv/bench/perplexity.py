@@ -1,0 +1,57 @@
+"""Perplexity of a model whose context lies in a compressed cache, every scheme on the same tokens in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from pagedkv.bench.model_variants import Ensemble, RoundedSpec, Scores, summaries, teacher_forced, windows
+from pagedkv.bench.quality import round_to_fp8
+from pagedkv.integrations.transformers import PagedCache
+from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
+
+BLOCK_SIZE = 16
+CONTEXT, SCORED = 384, 64  # tokens of a window: the prompt's, and those scored
+WINDOWS, QUICK_WINDOWS = 32, 2
+TOGETHER = 8  # windows in one batch
+
+
+def schemes() -> dict[str, KVQuantSpec]:
+    """`float32` first: what the others are compared with. Then the yardstick, every scheme of the library, and the peer's format."""
+    return {
+        "float32": KV_SPECS["unquantised"],
+        "float16": RoundedSpec(rounding=lambda x: x.half().float()),
+        **{name: spec for name, spec in KV_SPECS.items() if name != "unquantised"},
+        "fp8_e4m3_token_head": RoundedSpec(rounding=round_to_fp8),
+    }
+
+
+def percent_of_fp16(name: str, spec: KVQuantSpec, num_kv_heads: int, head_dim: int) -> float:
+    """Bytes a token takes, scales included, of those of a float16 cache; a K mean, one vector a sequence, is not counted."""
+    if name == "float32" or name.endswith("unquantised"):
+        return 200.0
+    if name == "float16":
+        return 100.0
+    if isinstance(spec, RoundedSpec):  # a byte a value and a float32 scale for each token and head
+        spec = KVQuantSpec("token_head")
+    shape = (BLOCK_SIZE, num_kv_heads, head_dim)
+    return 100 * spec.bytes_per_token(*shape) / KVQuantSpec(None).bytes_per_token(*shape)
+
+
+def measure(model, ids: Tensor, count: int = WINDOWS, say: Callable[[str], None] = print) -> Iterator[dict]:
+    """A row for each scheme, over `count` windows of a text `ids` `[tokens]`."""
+    config = model.config.get_text_config(decoder=True)
+    heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    specs, parts = schemes(), []
+    text = windows(ids, count, CONTEXT + SCORED + 1).to(model.device)
+    for batch in text.split(TOGETHER):
+        members = [PagedCache(model, spec, block_size=BLOCK_SIZE) for spec in specs.values()]
+        cache = Ensemble(model, members)
+        with torch.inference_mode():
+            model(batch[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
+        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(specs)))
+        say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
+    for row, (name, spec) in zip(summaries(Scores.join(parts), list(specs)), specs.items(), strict=True):
+        yield {"context": CONTEXT, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}

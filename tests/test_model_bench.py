@@ -1,0 +1,191 @@
+"""The model evaluations on a tiny random model: each number against a second way to it, or against what must be so."""
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from pagedkv import models  # noqa: E402
+from pagedkv.bench import eviction_quality, generate, kvpress_peer, model_variants, perplexity  # noqa: E402
+from pagedkv.integrations.transformers import PagedCache  # noqa: E402
+from pagedkv.kv_dump import ModelError  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"), pytest.mark.usefixtures("plain_pytorch")]
+
+
+def quiet(_):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.tiny()[1]
+
+
+@pytest.fixture(scope="module")
+def ids():
+    _, _, tokenizer, text = models.tiny()
+    return model_variants.text_tokens(tokenizer, text)
+
+
+# -------------------------------------------------------------------------------------------------------------------- perplexity
+
+
+@pytest.fixture(scope="module")
+def perplexities(model, ids):
+    sizes = pytest.MonkeyPatch()
+    sizes.setattr(perplexity, "CONTEXT", 40)
+    sizes.setattr(perplexity, "SCORED", 6)
+    sizes.setattr(perplexity, "TOGETHER", 2)
+    rows = list(perplexity.measure(model, ids, count=3, say=quiet))
+    sizes.undo()
+    return {row["variant"]: row for row in rows}
+
+
+def test_perplexity_through_the_cache_is_that_of_one_forward_pass(perplexities, model, ids):
+    model.set_attn_implementation("sdpa")
+    text = model_variants.windows(ids, 3, 47)
+    with torch.inference_mode():
+        log_p = model(text).logits.log_softmax(-1)
+    nll = -log_p[:, 40:46].gather(2, text[:, 41:47, None])
+    assert perplexities["float32"]["tokens"] == nll.numel() == 18
+    assert perplexities["float32"]["perplexity"] == pytest.approx(math.exp(nll.mean()), rel=1e-4)
+
+
+def test_every_scheme_has_a_row_and_the_exact_ones_change_nothing(perplexities):
+    assert list(perplexities) == list(perplexity.schemes())
+    for name, row in perplexities.items():
+        exact = name in ("float32", "rotated_unquantised")
+        assert (row["kl"] < 1e-6) == exact, name
+        assert row["kl_low"] <= row["kl"] <= row["kl_high"] and row["perplexity_low"] <= row["perplexity"] <= row["perplexity_high"]
+    assert perplexities["float32"]["delta_percent"] == 0 and perplexities["float32"]["agreement"] == 1
+    assert perplexities["float16"]["kl"] < perplexities["block_head"]["kl"] < perplexities["fp8_e4m3_token_head"]["kl"]
+
+
+def test_bytes_are_those_of_the_specs(perplexities):
+    percent = {name: row["percent_of_fp16"] for name, row in perplexities.items()}
+    assert percent["float32"] == 200 and percent["float16"] == 100
+    assert percent["block_head"] == pytest.approx(100 * (16 * 16 + 4) / (2 * 16 * 16))
+    assert percent["token_head"] == percent["fp8_e4m3_token_head"] == pytest.approx(100 * (16 + 4) / (2 * 16))
+
+
+def test_windows_do_not_overlap_and_a_short_text_is_refused(ids):
+    windows = model_variants.windows(torch.arange(100), 3, 30)
+    assert windows[:, 0].tolist() == [0, 33, 66] and windows.shape == (3, 30)
+    with pytest.raises(ModelError, match="the text has 100 tokens"):
+        model_variants.windows(torch.arange(100), 4, 26)
+
+
+def test_a_bootstrap_interval_covers_the_mean_about_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(60):
+        value, low, high = model_variants.interval(torch.randn(40, generator=generator))
+        assert low <= value <= high
+        inside += low <= 0 <= high
+    assert 50 <= inside <= 60
+
+
+# ---------------------------------------------------------------------------------------------------------------------- eviction
+
+
+@pytest.fixture(scope="module")
+def small_eviction():
+    sizes = pytest.MonkeyPatch()
+    for name, value in {"BLOCK_SIZE": 4, "CONTEXT": 64, "SCORED": 5, "WATCH": 8, "TOGETHER": 2}.items():
+        sizes.setattr(eviction_quality, name, value)
+    yield
+    sizes.undo()
+
+
+def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, small_eviction):
+    rows = list(eviction_quality.continuation(model, ids, {}, count=3, say=quiet))
+    variants = {row["variant"]: row for row in rows}
+    assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.POLICIES) + 4 * 2 + 1 + len(eviction_quality.POLICIES)
+    assert {row["tokens"] for row in rows} == {15}
+    assert variants["everything 0%"]["kl"] == 0 and variants["streaming 50%"]["vs_streaming_percent"] == 0
+    for policy in eviction_quality.POLICIES:
+        assert 0 < variants[f"{policy} 10%"]["kl"] < variants[f"{policy} 75%"]["kl"]
+
+
+def test_what_is_evicted_is_what_the_policy_names(model, ids, small_eviction):
+    variants = eviction_quality.plan([])
+    cache = eviction_quality.prompted(model, ids[None, :64].repeat(2, 1), variants, {})
+    shared, by_layer, int8 = cache.members
+    lengths = [shared.kv.length(seq) for seq in shared.seqs[::2]]
+    kept = {0.0: 64, 0.1: 56, 0.25: 48, 0.5: 32, 0.75: 16}
+    assert lengths == [kept[v.fraction] for v in variants[0]]
+    assert [by_layer.kv.length(seq, layer=2) for seq in by_layer.seqs[::2]] == [kept[v.fraction] for v in variants[1]]
+    # Streaming at 50 %: the first block and the last seven, which the fork of the whole prompt still shares.
+    whole, streamed = (shared.kv.pools[0].find(shared.seqs[2 * i]).blocks for i in (0, 3))
+    assert streamed == (whole[0], *whole[9:])
+
+
+def test_a_fact_is_found_in_a_cache_that_holds_it(small_eviction, ids):
+    """Asked with a model that copies: its first choice is what followed the last time."""
+    _, model, tokenizer, _ = models.tiny()
+    rows = list(eviction_quality.needles(model, tokenizer, ids, {}, [eviction_quality.Needle(0.5, 128)], say=quiet))
+    assert {row["what"] for row in rows} == {"needle"} and all(row["found"] in (0, 1) for row in rows)
+    by_name = {row["variant"]: row["answer_nll"] for row in rows}
+    cache = PagedCache(model, "unquantised", block_size=4)
+    fact, question, answer = (
+        eviction_quality.tokens(tokenizer, text)
+        for text in ("\nThe number of the blue door is 8919.\n", "\nNow remember: the number of the blue door is", " 8919")
+    )
+    start = round(0.5 * (128 - len(fact)))
+    prompt = torch.cat([ids[:start], fact, ids[start : 128 - len(fact)], question, answer])[None]
+    with torch.inference_mode():
+        log_p = model(prompt, past_key_values=cache).logits[0, -1 - len(answer) : -1].log_softmax(-1)
+    want = -log_p.gather(1, answer[:, None]).mean()
+    assert by_name["everything 0%"] == pytest.approx(float(want), rel=1e-4)
+
+
+def test_kvpress_absent_is_said(monkeypatch):
+    def missing(name):
+        raise kvpress_peer.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(kvpress_peer.importlib.metadata, "version", missing)
+    assert kvpress_peer.presses() == {} and "pip install 'pagedkv[peers]'" in kvpress_peer.absence()
+
+
+def test_a_press_keeps_what_kvpress_itself_keeps(ids, small_eviction):
+    kvpress = pytest.importorskip("kvpress")
+    _, model, _, _ = models.tiny()
+    prompt, following = ids[None, :96], ids[None, 96:99]
+    rules = {name: kvpress_peer.presses()[name] for name in ("StreamingLLMPress", "SnapKVPress")}
+    peer = kvpress_peer.PressCache(model, rules, [0.25, 0.5])
+    cache = model_variants.Ensemble(model, [PagedCache(model, "unquantised"), peer])
+    with torch.inference_mode():
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        got = [model(token.repeat(5, 1), past_key_values=cache).logits[1:, -1] for token in following.split(1, 1)]
+        model.set_attn_implementation("sdpa")
+        for i, (name, fraction) in enumerate((name, fraction) for name in rules for fraction in (0.25, 0.5)):
+            alone = transformers.DynamicCache()
+            with getattr(kvpress, name)(compression_ratio=fraction)(model):
+                model(prompt, past_key_values=alone)
+            assert alone.layers[0].keys.shape[2] == 96 * (1 - fraction)
+            for t, token in enumerate(following.split(1, 1)):
+                place = torch.tensor([[96 + t]])
+                want = model(token, past_key_values=alone, position_ids=place).logits[0, -1]
+                torch.testing.assert_close(got[t][i], want, rtol=1e-4, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------------------- generation
+
+
+def test_generation_is_exact_and_lossy_caches_are_compared(model, ids):
+    row, want = generate.exact(model, ids, (50, 9), new_tokens=12)
+    assert row["equal"] == row["tokens"] == 24 and row["longest_prompt"] == 50
+    rows = {r["cache"]: r for r in generate.continued(model, ids, want, (50, 9), new_tokens=6)}
+    assert list(rows) == list(generate.lossy())
+    for r in rows.values():
+        assert 0 <= r["same_tokens"] <= 6 and len(r["each"].split()) == 2
+
+
+def test_speed_is_by_the_clock(model, ids):
+    ticks = iter(range(100000))
+    rows = list(generate.speed(model, ids, context=20, steps=3, clock=lambda: next(ticks)))
+    assert [row["tokens_per_s"] for row in rows if row["what"] == "speed"] == [1, 1, 1]
+    assert [(row["cache"], row["vs_stock"]) for row in rows if row["what"] == "speed_ratio"] == [("unquantised", 1), ("block_head", 1)]
