@@ -66,7 +66,7 @@ $(READY): pyproject.toml
 	  { echo "error: this Python has no venv module: apt-get install python3-venv" >&2; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || echo "note: no C++ compiler: the ops will run in plain PyTorch (apt-get install g++)" >&2
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[evidence,model,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[evidence,model,peers,test]'
 	@touch $(READY)
 
 # vLLM's own torch is the CPU's. What it brings for images and sound does not fit that torch, and nothing here needs it.

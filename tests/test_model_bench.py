@@ -71,6 +71,14 @@ def test_bytes_are_those_of_the_specs(perplexities):
     assert percent["token_head"] == percent["fp8_e4m3_token_head"] == pytest.approx(100 * (16 + 4) / (2 * 16))
 
 
+def test_the_best_int8_scheme_is_one_within_the_bytes(perplexities):
+    rows = [{**row, "percent_of_fp16": 50 if "block" in row["variant"] else row["percent_of_fp16"]} for row in perplexities.values()]
+    best = perplexity.best_int8(rows)
+    assert "block_head" in best["variant"] and best["kl"] == min(row["kl"] for row in rows if "block_head" in row["variant"])
+    assert best["kl_vs_fp8"] == pytest.approx(best["kl"] / perplexities["fp8_e4m3_token_head"]["kl"])
+    assert best["block_head_delta_percent"] == perplexities["block_head"]["delta_percent"]
+
+
 def test_windows_do_not_overlap_and_a_short_text_is_refused(ids):
     windows = model_variants.windows(torch.arange(100), 3, 30)
     assert windows[:, 0].tolist() == [0, 33, 66] and windows.shape == (3, 30)
@@ -105,7 +113,11 @@ def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, sm
     variants = {row["variant"]: row for row in rows}
     assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.POLICIES) + 4 * 2 + 1 + len(eviction_quality.POLICIES)
     assert {row["tokens"] for row in rows} == {15}
-    assert variants["everything 0%"]["kl"] == 0 and variants["streaming 50%"]["vs_streaming_percent"] == 0
+    assert variants["everything 0%"]["kl"] == 0 and variants["streaming 50%"]["vs_streaming"] == 1
+    best = eviction_quality.best_at(rows, 0.5)
+    assert best["perplexity"] == min(r["perplexity"] for r in rows if (r["fraction"], r["cache"]) == (0.5, "float32") and r["policy"] != "streaming")
+    assert best["kvpress_best"] is None and best["variant"] in eviction_quality.verdict(best)
+    assert [[row["fraction"] for row in line] for line in eviction_quality.series(rows, False)] == [[0.1, 0.25, 0.5, 0.75]] * 7
     for policy in eviction_quality.POLICIES:
         assert 0 < variants[f"{policy} 10%"]["kl"] < variants[f"{policy} 75%"]["kl"]
 

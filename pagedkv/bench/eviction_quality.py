@@ -25,7 +25,8 @@ WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds 
 PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
 FRACTIONS = (0.10, 0.25, 0.50, 0.75)
 INT8_FRACTION = 0.50
-INT8_SPEC = "k_mean_rotated_block_head"
+INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some policies look at
+STREAMING = "streaming"  # what the others are compared with
 
 # ------------------------------------------------------------------------------------------------------------------------ policies
 # Worth of each block, float32 `[batch, blocks]`; the lowest goes first.
@@ -151,12 +152,52 @@ def continuation(model, ids: Tensor, presses: dict, count: int = WINDOWS, say: C
         parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(flat)))
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
     scores = Scores.join(parts)
-    streamed = {v.fraction: scores.nll[i].mean(1) for i, v in enumerate(flat) if (v.policy, v.cache) == ("streaming", "float32")}
+    streamed = {v.fraction: scores.nll[i].mean(1) for i, v in enumerate(flat) if (v.policy, v.cache) == (STREAMING, "float32")}
     for i, (variant, row) in enumerate(zip(flat, summaries(scores, [v.name for v in flat]), strict=True)):
         if variant.fraction in streamed:
             against = scores.nll[i].mean(1) - streamed[variant.fraction]
-            row |= with_interval("vs_streaming_percent", against, lambda mean: 100 * (mean.exp() - 1))
+            row |= with_interval("vs_streaming", against, torch.exp)
         yield {"what": "continuation", "context": CONTEXT, **dataclasses.asdict(variant), **row}
+
+
+def best_at(rows: Sequence[dict], fraction: float) -> dict:
+    """At one fraction, the policy of this library with the lowest perplexity on a float32 cache, against sinks + recency and kvpress's best.
+
+    `vs_...`: perplexity over theirs, below 1 where the policy is better; intervals are paired.
+    """
+    here = [row for row in rows if row["fraction"] == fraction and row["cache"] == "float32"]
+    peers = [row for row in here if row["policy"].startswith("kvpress")]
+    ours = [row for row in here if row not in peers and row["policy"] != STREAMING]
+    (streamed,) = [row for row in here if row["policy"] == STREAMING]
+    best, peer = (min(group, key=lambda row: row["perplexity"], default=None) for group in (ours, peers))
+    fields = ("variant", "policy", "choice", "fraction", "tokens", "windows", "perplexity")
+    return {
+        **{name: best[name] for name in fields},
+        **{name: best[name] for name in ("vs_streaming", "vs_streaming_low", "vs_streaming_high")},
+        "streaming_perplexity": streamed["perplexity"],
+        "kvpress_best": None if peer is None else peer["policy"],
+        "kvpress_perplexity": None if peer is None else peer["perplexity"],
+        "vs_kvpress": None if peer is None else best["perplexity"] / peer["perplexity"],
+    }
+
+
+def verdict(best: dict) -> str:
+    """`best_at` as a sentence that claims no more than its interval."""
+    low, high = best["vs_streaming_low"], best["vs_streaming_high"]
+    kind = "better than" if high < 1 else "worse than" if low > 1 else "not distinguishable from"
+    text = f"**{best['variant']}** is {kind} sinks and recency: {best['vs_streaming']:.4f} times its perplexity ({low:.4f} to {high:.4f})"
+    if best["kvpress_best"] is not None:
+        text += f"; {best['vs_kvpress']:.4f} times that of {best['kvpress_best']}, which chooses tokens for each head"
+    return text + "."
+
+
+def series(rows: Sequence[dict], peers: bool) -> list[list[dict]]:
+    """Rows on a float32 cache as lines of a figure: one for each policy (or each of kvpress's rules) and choice, by fraction."""
+    lines: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row["cache"] == "float32" and row["policy"] and row["policy"].startswith("kvpress") == peers:
+            lines.setdefault((row["policy"], row["choice"]), []).append(row)
+    return list(lines.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,8 +49,9 @@ def exact(model, ids: Tensor, lengths: Sequence[int] = PROMPTS, new_tokens: int 
     inputs = prompts(ids, lengths)
     want = stock(model, inputs, new_tokens)
     got = _greedy(model, inputs, PagedCache(model, "unquantised"), new_tokens)
-    row = {"what": "exact", "prompts": len(lengths), "longest_prompt": max(lengths), "tokens": want.numel(), "equal": int((got == want).sum())}
-    return row, want
+    row = {"what": "exact", "prompts": len(lengths), "longest_prompt": max(lengths), "tokens": want.numel()}
+    equal = int((got == want).sum())
+    return {**row, "equal": equal, "share": equal / want.numel()}, want
 
 
 def lossy() -> dict[str, dict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 BLOCK_SIZE = 16
 CONTEXT, SCORED = 384, 64  # tokens of a window: the prompt's, and those scored
 WINDOWS, QUICK_WINDOWS = 32, 2
-TOGETHER = 8  # windows in one batch
+MOST_PERCENT = 51.6  # of float16's bytes: what a scale for each token and head takes at head_dim 128
+TOGETHER = 16  # windows in one batch
 
 
 def schemes() -> dict[str, KVQuantSpec]:
@@ -55,3 +56,19 @@ def measure(model, ids: Tensor, count: int = WINDOWS, say: Callable[[str], None]
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
     for row, (name, spec) in zip(summaries(Scores.join(parts), list(specs)), specs.items(), strict=True):
         yield {"context": CONTEXT, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}
+
+
+def best_int8(rows: Sequence[dict]) -> dict:
+    """Of the INT8 schemes within 51.6 % of float16's bytes, the row of the one with the least KL, beside block-head's and FP8's."""
+    by_name = {row["variant"]: row for row in rows}
+    within = [row for name, row in by_name.items() if name in KV_SPECS and row["percent_of_fp16"] <= MOST_PERCENT]
+    best = min(within, key=lambda row: row["kl"])
+    fp8, plain = by_name["fp8_e4m3_token_head"], by_name["block_head"]
+    return {
+        **best,
+        "delta_percent_abs": abs(best["delta_percent"]),
+        "kl_vs_fp8": best["kl"] / fp8["kl"],
+        "block_head_delta_percent": plain["delta_percent"],
+        "block_head_kl": plain["kl"],
+        "fp8_kl": fp8["kl"],
+    }
