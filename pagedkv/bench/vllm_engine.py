@@ -35,7 +35,7 @@ _CANDIDATES = 20  # log-probabilities a step, as many as vLLM gives; the referen
 
 def engine(model: str | Path, cache: str = "int8", dtype: str = "float32", **options):
     """A `vllm.LLM` in this process. `cache`: a name in `CACHES`. Import vllm only after this module: the environment decides."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
 
     options = {"max_model_len": 1024, "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True, **options}

@@ -52,7 +52,7 @@ LLAMA_3_8B = {
 
 def engine(cache: str, folder: Path, max_model_len: int):
     """A `vllm.LLM` of that shape with one of `CACHES`, CUDA graphs and compilation as vLLM sets them."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
 
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
