@@ -5,8 +5,9 @@
 // (pagedkv/ops/checks.py is the one place that validates), so nothing here checks a shape again.
 //
 // Conventions: strides are in elements; a last dimension is contiguous unless a stride is given for it;
-// `stream` is a cudaStream_t on CUDA and null on the CPU; `workspace` is uninitialised memory, 256-byte
-// aligned, of the size that the op's *_workspace function returned for the same arguments.
+// `stream` is a cudaStream_t on CUDA and null on the CPU; `workspace` is uninitialised memory of the size that the
+// op's *_workspace function returned for the same arguments, aligned as torch allocates: to 64 bytes on the CPU, to
+// 256 or more on CUDA.
 #pragma once
 
 #include <cstddef>

@@ -19,6 +19,11 @@ namespace pagedkv {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kLog2eRest = 1.92596303e-8f;  // log2(e) - kLog2e
 
+// Past this |m| (logits of 7e8) base 2 rounds by more than float32 can make up for, while different float32 logits are so
+// far apart (64) that next to the largest all others weigh nothing.
+constexpr float kHugeReference = 0x1p30f;
+PAGEDKV_HD bool is_huge(float m) { return fabsf(m) > kHugeReference && fabsf(m) < INFINITY; }
+
 struct SoftmaxState {
   float m = -INFINITY;
   float l = 0.f;
@@ -35,7 +40,11 @@ PAGEDKV_HD SoftmaxState merge(SoftmaxState a, SoftmaxState b) {
 
 // 2^(x log2 e - m): the weight of a natural logit x relative to the reference m. A logit of 40 rounded to base 2 would cost a
 // float32 result a digit; here only the difference is rounded.
-PAGEDKV_HD float natural_weight(float x, float m) { return x == -INFINITY ? 0.f : exp2f(fmaf(x, kLog2e, -m) + x * kLog2eRest); }
+PAGEDKV_HD float natural_weight(float x, float m) {
+  if (x == -INFINITY) return 0.f;
+  if (is_huge(m)) return x * kLog2e < m ? 0.f : 1.f + (x - x);  // NaN stays NaN
+  return exp2f(fmaf(x, kLog2e, -m) + x * kLog2eRest);
+}
 
 // A single natural logit as a state: l makes up for what rounding m took away.
 PAGEDKV_HD SoftmaxState single_logit(float x) {

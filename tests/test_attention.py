@@ -124,6 +124,21 @@ def test_logits_far_from_zero(device, offset):
     case.check()
 
 
+@pytest.mark.parametrize("size", [1e7, 1e9, 1e10, 1e20])
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("sinks", [None, 0.5, 1.0, 2.0])
+def test_logits_and_sinks_whose_base_2_rounding_exceeds_the_exponents_of_float32(device, size, sign, sinks):
+    """Logits of one value over several splits and tiles, a few of them half of it; a sink below, at and above them."""
+    sinks = None if sinks is None else torch.full((4,), sign * sinks * size)
+    case = decode(device, cache="float32", lengths=(700, 5), head_dim=8, sinks=sinks if sinks is not None else False)
+    case.q.zero_()
+    case.q[..., 0] = sign * size
+    case.k_cache[..., 0] = 1.0
+    case.k_cache[:, 3, :, 0] = 0.5
+    case.sm_scale = 1.0
+    case.check()
+
+
 @pytest.mark.parametrize("cache", ["float16", "float32"])
 def test_tokens_at_minus_infinity_weigh_nothing(device, cache):
     case = decode(device, cache=cache, lengths=(300,), block_size=64, head_dim=64)
@@ -362,6 +377,28 @@ def test_any_call_within_the_contract(device, data, cache, dtype, layout, seed):
         magnitude=data.draw(st.sampled_from([1e-3, 1.0])),
         seed=seed,
     ).check()
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(LAYOUTS),
+    st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 32)),
+    st.lists(st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([-math.inf, math.nan])), max_size=12),
+    st.integers(0, 2**32),
+)
+def test_any_merge_within_the_contract(device, dtype, layout, shape, values, seed):
+    """Arbitrary lse, empty states and NaN among them, whose outputs hold NaN."""
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, heads, eighths = shape
+    states = []
+    for _ in range(2):
+        out, lse = torch.randn(num_seqs, heads, 8 * eighths, generator=rng), torch.randn(num_seqs, heads, generator=rng) * 9
+        lse.view(-1)[torch.randint(lse.numel(), (len(values),), generator=rng)] = torch.tensor(values, dtype=torch.float32)
+        out[lse == -math.inf] = math.nan
+        states += [in_layout(out.to(device, dtype), layout), in_layout(lse.to(device), layout)]
+    results, eps = pagedkv.merge_attention_states(*states), torch.finfo(dtype).eps
+    for result, exact, tolerance in zip(results, reference.merge_attention_states(*states), (4 * eps, 1e-6), strict=True):
+        torch.testing.assert_close(result.double().cpu(), torch.from_numpy(exact), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def test_quantised_caches_are_all_covered():

@@ -155,13 +155,11 @@ inline void average_block_mass(const AttentionParams& p, const AttentionPlan& pl
   }
 }
 
-inline size_t attention_workspace(const AttentionParams& p) { return PartialResults(p, AttentionPlan(p), nullptr).bytes; }
-
 template <class Kernel>
-void attention(const AttentionParams& p, void* workspace) {
+void attention(const AttentionParams& p) {
   AttentionPlan plan(p);
   plan.check_block_tables(p);
-  const PartialResults partial(p, plan, workspace);
+  const PartialResults partial(p, plan);
 
   struct Work {
     int64_t seq, split;

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "../ops.h"
@@ -64,22 +66,22 @@ struct AttentionPlan {
   }
 };
 
-// What splits leave behind for the merge. Rows of `acc` hold the sum of 2^(logit - m) * value of a head.
+// What splits leave behind for the merge, in memory of its own: how much that is depends on the lengths, which the plan has
+// looked at by then. Rows of `acc` hold the sum of 2^(logit - m) * value of a head.
 struct PartialResults {
   float* acc = nullptr;            // [num_slots, num_heads, acc_stride]
   SoftmaxState* states = nullptr;  // [num_slots, num_heads]
   float* block_sums = nullptr;     // [num_seqs, num_heads, max_blocks]: l of each block, relative to its split's m; or null
   int64_t acc_stride;    // head_dim rounded up to 64
   int64_t num_heads, max_blocks;
-  size_t bytes;
 
-  PartialResults(const AttentionParams& p, const AttentionPlan& plan, void* workspace)
+  PartialResults(const AttentionParams& p, const AttentionPlan& plan)
       : acc_stride((p.head_dim + 63) / 64 * 64), num_heads(p.num_heads), max_blocks(p.max_blocks) {
     const int64_t rows = plan.num_slots * num_heads;
     const int64_t sums = p.block_mass ? p.num_seqs * num_heads * max_blocks : 0;
-    bytes = rows * (acc_stride * sizeof(float) + sizeof(SoftmaxState)) + sums * sizeof(float);
-    if (workspace == nullptr) return;  // only the size is asked for, or it is 0
-    acc = static_cast<float*>(workspace);
+    const size_t bytes = rows * (acc_stride * sizeof(float) + sizeof(SoftmaxState)) + sums * sizeof(float);
+    memory_.reset(static_cast<float*>(::operator new(bytes, kAlignment)));
+    acc = memory_.get();
     states = reinterpret_cast<SoftmaxState*>(acc + rows * acc_stride);
     if (sums > 0) block_sums = reinterpret_cast<float*>(states + rows);
   }
@@ -87,6 +89,13 @@ struct PartialResults {
   float* acc_row(int64_t slot, int64_t head) const { return acc + (slot * num_heads + head) * acc_stride; }
   SoftmaxState& state(int64_t slot, int64_t head) const { return states[slot * num_heads + head]; }
   float* block_row(int64_t seq, int64_t head) const { return block_sums + (seq * num_heads + head) * max_blocks; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Delete {
+    void operator()(float* memory) const { ::operator delete(memory, kAlignment); }
+  };
+  std::unique_ptr<float, Delete> memory_;
 };
 
 }  // namespace pagedkv

@@ -28,11 +28,22 @@ inline float online_softmax(const AttentionParams& p, const Tile& tile, const fl
     lane_max = max(x, lane_max);  // what pads the tile repeats a token, so it cannot raise the maximum
   }
   std::fill(row + tile.count, row + tile.padded(), -INFINITY);
-  const float m = std::fmax(state.m, max_lane(lane_max) * kLog2e);
+  const float top = max_lane(lane_max), m = std::fmax(state.m, top * kLog2e);
   const float factor = m == state.m ? 1.0f : rescale(state.m, m);
   const Floats log2e = broadcast(kLog2e), log2e_rest = broadcast(kLog2eRest);
   const Floats reference = broadcast(m == -INFINITY ? 0.0f : -m);  // logits of -inf so far: weights of 0, not NaN
   Floats lane_sum = broadcast(0.0f);
+  if (is_huge(m)) {  // see kHugeReference; here the natural logits are at hand to compare
+    const Floats largest = broadcast(top * kLog2e < m ? INFINITY : top), zero = broadcast(0.0f), one = broadcast(1.0f);
+    for (int t = 0; t < tile.padded(); t += kLanes) {
+      const Floats x = load(row + t);
+      const Floats weight = select_less(x, largest, zero, one + (x - x));
+      store(row + t, weight);
+      lane_sum = lane_sum + weight;
+    }
+    state = {m, state.l * factor + sum(lane_sum)};
+    return factor;
+  }
   for (int t = 0; t < tile.padded(); t += kLanes) {
     const Floats x = load(row + t);
     const Floats weight = exp2(multiply_add(x, log2e_rest, fma(x, log2e, reference)));

@@ -4,10 +4,10 @@
 
 namespace pagedkv {
 
-size_t paged_attention_workspace(const AttentionParams& p) { return attention_workspace(p); }
+size_t paged_attention_workspace(const AttentionParams&) { return 0; }  // see PartialResults
 
-void paged_attention(const AttentionParams& p, void* workspace, void*) {
-  dispatch_float(p.cache_dtype, [&](auto cache) { attention<FloatTile<decltype(cache)>>(p, workspace); });
+void paged_attention(const AttentionParams& p, void*, void*) {
+  dispatch_float(p.cache_dtype, [&](auto cache) { attention<FloatTile<decltype(cache)>>(p); });
 }
 
 }  // namespace pagedkv

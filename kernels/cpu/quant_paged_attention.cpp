@@ -8,13 +8,13 @@
 
 namespace pagedkv {
 
-size_t quant_paged_attention_workspace(const AttentionParams& p) { return attention_workspace(p); }
+size_t quant_paged_attention_workspace(const AttentionParams&) { return 0; }  // see PartialResults
 
-void quant_paged_attention(const AttentionParams& p, void* workspace, void*) {
+void quant_paged_attention(const AttentionParams& p, void*, void*) {
 #if defined(PAGEDKV_VNNI)
-  two_digits_serve(p) ? attention<VnniTile<2>>(p, workspace) : attention<VnniTile<4>>(p, workspace);
+  two_digits_serve(p) ? attention<VnniTile<2>>(p) : attention<VnniTile<4>>(p);
 #else
-  attention<FloatTile<int8_t>>(p, workspace);
+  attention<FloatTile<int8_t>>(p);
 #endif
 }
 

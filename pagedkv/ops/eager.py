@@ -88,8 +88,9 @@ def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_sc
     lse = (largest + torch.log(total)).squeeze(-1)
     mass = weights.view(num_seqs, num_heads, max_blocks, block_size).sum(-1).mean(1)
     out = torch.einsum("sgrt,stgd->sgrd", weights.view(*grouped.shape[:3], len(position)), v).reshape(q.shape)
-    if sinks is not None:  # the tokens' share of the denominator is sigmoid(lse - sink)
-        out = out * torch.where(length == 0, 0.0, torch.sigmoid(lse - sinks))[:, :, None]
+    if sinks is not None:
+        share = total / (total + torch.exp(sinks[:, None] - largest))  # the tokens' of the denominator; again not by lse
+        out = out * torch.where(length[:, :, None] == 0, 0.0, share)
         lse = torch.where(length == 0, -math.inf, torch.logaddexp(lse, sinks))
     return (
         torch.where(bad[:, :, None], math.nan, out).to(q.dtype),
