@@ -84,8 +84,9 @@ def _errors() -> tuple[type[Exception], ...]:
     """What ends in one line instead of a traceback."""
     from pagedkv.evidence.ledger import LedgerError
     from pagedkv.evidence.record import RecordError
+    from pagedkv.evidence.schema import SchemaError
 
-    return (LedgerError, RecordError, FileNotFoundError)
+    return (LedgerError, RecordError, SchemaError, FileNotFoundError)
 
 
 if __name__ == "__main__":

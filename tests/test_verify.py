@@ -11,7 +11,7 @@ import pytest
 from evidence_project import CLAIM, RECORD
 
 from pagedkv import cli
-from pagedkv.evidence import verify
+from pagedkv.evidence import schema, verify
 from pagedkv.evidence.verify import Verifier
 
 
@@ -253,7 +253,7 @@ def test_a_goal_without_a_value_is_neither_met_nor_missed(root):
 def test_json_has_the_fields_of_the_contract(root, capsys):
     assert status(root, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
-    assert {"id", "status", "value", "unit", "expect", "goal", "goal_met", "rule", "evidence"} <= printed[0].keys()
+    assert list(printed[0]) == ["id", "status", "value", "unit", "expect", "goal", "goal_met", "rule", "evidence"]
     assert [p["id"] for p in printed] == [c["id"] for c in project.CLAIMS]
     assert printed[0] | {"status": "holds", "value": 125.25, "unit": "us", "expect": {"max": 130}, "rule": "attention"} == printed[0]
 
@@ -262,6 +262,17 @@ def test_json_names_the_culprit_too(root, capsys):
     (root / "README.md").write_text(project.README + "\nIt is 12.5 times faster.\n")
     assert status(root, "--json") == 1
     assert [p["id"] for p in json.loads(capsys.readouterr().out) if p["status"] == "fails"] == ["README.md:5"]
+
+
+@pytest.mark.parametrize("name", ["record", "claim"])
+@pytest.mark.parametrize("text, said", [("{", "not JSON"), ('{"type": 3}', "not a JSON schema"), (None, "")])
+def test_a_broken_schema_is_one_line(root, capsys, name, text, said):
+    file = root / f"workflow/schemas/{name}.json"
+    file.unlink() if text is None else file.write_text(text)
+    schema.validator.cache_clear()  # of the run that made the miniature project
+    assert status(root) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"{name}.json" in printed and said in printed
 
 
 def test_a_reader_that_stops_early_leaves_no_traceback(root):

@@ -2,7 +2,8 @@
 
 hardware    what the device is, and its slug
 timing      the one timer
-record      canonical JSON, digest, schema, atomic write
+record      canonical JSON, digest, atomic write
+schema      the JSON schemas that records and claims keep to
 experiment  what a notebook talks to
 figures     one style, byte-stable SVG
 ledger      workflow/claims.yaml

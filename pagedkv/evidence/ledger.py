@@ -19,14 +19,14 @@ A list of claims (schema: workflow/schemas/claim.json):
 
 from __future__ import annotations
 
-import functools
-import json
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+
+from pagedkv.evidence import schema
 
 _REDUCE = {"min": min, "max": max, "mean": statistics.fmean, "sum": sum, "count": len}
 
@@ -80,7 +80,7 @@ def load(root: Path) -> list[Claim]:
         raise LedgerError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(entries, list):
         raise LedgerError(f"{file}: expected a list of claims, got {type(entries).__name__}")
-    validator = _validator(str(root))
+    validator = schema.validator(str(root), "claim")
     claims, seen = [], set()
     for number, entry in enumerate(entries, 1):
         problem = next(_problems(validator, entry), None)
@@ -176,13 +176,6 @@ def _problems(validator, entry: object) -> Iterator[str]:
         else:
             place = ".".join(str(p) for p in error.absolute_path)
             yield f"{place + ': ' if place else ''}{error.message[:160]}"
-
-
-@functools.lru_cache(maxsize=4)
-def _validator(root: str):
-    import jsonschema
-
-    return jsonschema.Draft202012Validator(json.loads((Path(root) / "workflow" / "schemas" / "claim.json").read_text(encoding="utf-8")))
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pagedkv.evidence import schema
 from pagedkv.evidence.root import find_root
 
 SCHEMA_VERSION = 1
@@ -163,16 +163,8 @@ def published(experiment: str, root: Path | None = None) -> list[dict]:
     return [{"origin": "published", "hardware_name": record["hardware"]["name"], **row} for row in record["rows"]]
 
 
-@functools.lru_cache(maxsize=4)
-def _validator(root: str):
-    import jsonschema
-
-    schema = json.loads((Path(root) / "workflow" / "schemas" / "record.json").read_text(encoding="utf-8"))
-    return jsonschema.Draft202012Validator(schema)
-
-
 def _first_error(record: object, root: str):
-    return min(_validator(root).iter_errors(record), key=lambda e: [str(p) for p in e.absolute_path], default=None)
+    return min(schema.validator(root, "record").iter_errors(record), key=lambda e: [str(p) for p in e.absolute_path], default=None)
 
 
 def _refuse_constant(name: str) -> None:

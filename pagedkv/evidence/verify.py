@@ -22,7 +22,7 @@ from pagedkv.evidence import record as records
 
 STATUSES = ("holds", "fails", "stale", "missing", "pending", "published")
 _PUBLISHED = "published"
-_JSON_KEYS = ("id", "status", "value", "unit", "expect", "goal", "goal_met", "rule", "evidence", "reason")
+_JSON_KEYS = ("id", "status", "value", "unit", "expect", "goal", "goal_met", "rule", "evidence")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def exit_status(findings: list[Finding], allow_stale: bool = False) -> int:
 
 
 def as_json(findings: list[Finding]) -> str:
-    """One object a finding; what is not a claim has its path as `id`."""
+    """One object a finding, in the fields of the contract; what is not a claim has its path as `id`. `as_text` has the reasons."""
     return json.dumps([{k: asdict(f)[k] for k in _JSON_KEYS} for f in findings], indent=1)
 
 

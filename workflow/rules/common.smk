@@ -41,6 +41,8 @@ try:
     jsonschema.validate(config, json.loads(Path(workflow.basedir, "workflow/schemas/config.json").read_text()))
 except jsonschema.ValidationError as error:
     stop(f"configuration, {error.json_path}: {error.message}")
+except (OSError, ValueError, jsonschema.SchemaError) as error:
+    stop(f"workflow/schemas/config.json is no JSON schema: {str(error).splitlines()[0]}")
 
 EXPERIMENTS = config["experiments"]
 QUICK = config["quick"]
