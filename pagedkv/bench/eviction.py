@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pagedkv
 from pagedkv.bench.inputs import MAX_ROTATIONS, ROTATE_OVER_CACHE, last_level_cache
-from pagedkv.evidence.timing import measure
+from pagedkv.evidence.timing import GRAPH_MAX_CALLS, measure
 
 MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
 NUM_BLOCKS = (1_024, 16_384, 131_072, 1_048_576)
@@ -168,6 +168,16 @@ IMPLEMENTATIONS = (
 # ---------------------------------------------------------------------------------------------- sweep
 
 
+def rotations(num_blocks: int, device: torch.device) -> int:
+    """How many pools the calls rotate over, so that each finds nothing of its own in the last-level cache.
+
+    A graph holds so many calls, and no more pools are made. 1,024 blocks are 94 kB, of which no graph holds enough to outgrow
+    a large L2: `MAX_ROTATIONS` then, and in graph mode those rows are of a warm cache (`flush` has the cold one).
+    """
+    wanted = max(1, -(-ROTATE_OVER_CACHE[device.type] * last_level_cache(device) // pool_bytes(num_blocks)))
+    return wanted if wanted <= GRAPH_MAX_CALLS and device.type == "cuda" else min(wanted, MAX_ROTATIONS)
+
+
 def size_rows(
     num_blocks: int,
     device: torch.device,
@@ -191,8 +201,7 @@ def size_rows(
     Raises:
         AssertionError: this project's ids are not those of a stable sort of its scores.
     """
-    count = max(1, min(MAX_ROTATIONS, -(-ROTATE_OVER_CACHE[device.type] * last_level_cache(device) // pool_bytes(num_blocks))))
-    pools = [Statistics.random(num_blocks, device, seed) for seed in range(count)]
+    pools = [Statistics.random(num_blocks, device, seed) for seed in range(rotations(num_blocks, device))]
     budget_s = budget_s or _BUDGET_S[device.type]
     fractions = fractions or FRACTIONS[device.type]
     for fraction in fractions:

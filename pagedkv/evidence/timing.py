@@ -26,7 +26,8 @@ _MIN_REPEATS = 3
 _MAX_REPEATS = 500
 _SAMPLE_S = 50e-6  # a host-clock sample holds enough calls to last this long
 _GRAPH_S = 2e-3  # a graph holds enough calls to last about this long: its own launch (some 10 us) is then lost in it
-_GRAPH_MAX_CALLS = 512
+GRAPH_MAX_CALLS = 512
+_FLUSHES = 4  # writes of the L2-sized buffer before each call: about 250 us on a fast card
 _CHUNK = 50  # events queued before the host waits: bounds both the queue and the overrun of the budget
 
 
@@ -121,7 +122,7 @@ def _graph(calls: list, budget_s: float, max_repeats: int) -> tuple[list[float],
 
 def _rounds(call_s: float, inputs: int) -> int:
     """How often a graph goes through all inputs (whole rotations, so that each counts the same) to last `_GRAPH_S`."""
-    return max(1, round(min(_GRAPH_MAX_CALLS, _GRAPH_S / max(call_s, 1e-7)) / inputs))
+    return max(1, round(min(GRAPH_MAX_CALLS, _GRAPH_S / max(call_s, 1e-7)) / inputs))
 
 
 def _captured(calls: list, rounds: int) -> torch.cuda.CUDAGraph:
@@ -138,9 +139,15 @@ def _captured(calls: list, rounds: int) -> torch.cuda.CUDAGraph:
 def _events(calls: list, device: torch.device, budget_s: float, max_repeats: int, flush: bool) -> list[float]:
     before = None
     if flush:
-        # At least 256 MB, as do_bench takes: writing it also keeps the GPU busy while the host queues the call.
+        # At least 256 MB, as do_bench takes. Written several times over, since the write is also what the GPU does while Python
+        # queues the two events and the call between them: 256 MB take a fast card 60 us, an op from Python 40 us, a baseline of
+        # several ops more. An event that the GPU reaches before the call is queued would time the host.
         buffer = torch.empty(max(256 << 20, 4 * hardware.l2_bytes(device)), dtype=torch.int8, device=device)
-        before = buffer.zero_
+
+        def before() -> None:
+            for _ in range(_FLUSHES):
+                buffer.zero_()
+
     for call in calls:
         call()
     torch.cuda.synchronize()
