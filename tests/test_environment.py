@@ -115,6 +115,42 @@ print(missing or "compiled")
         pytest.skip(done.stdout.strip())
 
 
+def _set_up(folder: Path, python: str, **environment: str) -> subprocess.CompletedProcess:
+    """`make` up to the virtual environment, with a Python that is this script."""
+    fake = folder / "python"
+    fake.write_text(f"#!/bin/sh\n{python}\n")
+    fake.chmod(0o755)
+    command = ["make", "-f", ROOT / "Makefile", "-C", ROOT, f"VENV={folder / 'venv'}", f"PYTHON={fake}", folder / "venv/.ready"]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    "python, said",
+    [
+        # --version is what the message repeats; -c 'import sys; ...' asks for the version, -c 'import ensurepip...' for venv.
+        ('case "$*" in --version) echo Python 3.9.2;; *) exit 1;; esac', "error: Python 3.9.2 cannot run the pipeline: Snakemake 9 needs"),
+        ('case "$*" in *ensurepip*) exit 1;; *) exit 0;; esac', "error: this Python has no venv module: apt-get install python3-venv"),
+    ],
+    ids=["too old", "without venv"],
+)
+def test_set_up_says_what_the_machine_lacks(tmp_path, python, said):
+    done = _set_up(tmp_path, python)
+    assert done.returncode != 0 and said in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_set_up_without_a_compiler_goes_on_and_says_so(tmp_path):
+    """Up to the environment itself, which this Python refuses to make."""
+    done = _set_up(tmp_path, 'case "$*" in "-m venv"*) exit 3;; *) exit 0;; esac', CXX="no-such-compiler")
+    assert "note: no C++ compiler" in done.stderr and "Error 3" in done.stderr
+
+
+def test_set_up_without_a_python(tmp_path):
+    command = ["make", "-C", ROOT, f"VENV={tmp_path}", "PYTHON=no-such-python", tmp_path / ".ready"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "error: no no-such-python: apt-get install python3" in done.stderr
+
+
 def test_the_version_is_said_once():
     """pyproject reads it from the package; the citation and the changelog repeat it."""
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "pagedkv" / "__init__.py").read_text(), re.MULTILINE)[1]

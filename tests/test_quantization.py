@@ -161,3 +161,22 @@ def test_any_call_within_the_contract(device, granularity, dtype, layout, shape,
     kv = torch.randn((blocks, block_size, kv_heads, 8 * eighths), generator=rng, dtype=torch.float64) * 2.0**exponent
     kv.view(-1)[torch.randint(kv.numel(), (len(values),), generator=rng)] = torch.tensor(values, dtype=torch.float64)
     check_against_reference(in_layout(kv.to(device, dtype), layout), granularity)
+
+
+@given(
+    st.sampled_from(QUANTISED),
+    st.sampled_from(LAYOUTS),
+    st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(1, 3), st.integers(1, 20)),
+    st.lists(st.floats(allow_nan=True, width=32, allow_subnormal=True), max_size=9),
+    st.integers(0, 2**32),
+)
+def test_any_decoding_within_the_contract(device, granularity, layout, shape, scales, seed):
+    """Any int8 data, -128 included, and arbitrary scales among random ones."""
+    rng = torch.Generator().manual_seed(seed)
+    blocks, block_size, kv_heads, eighths = shape
+    q = torch.randint(-128, 128, (blocks, block_size, kv_heads, 8 * eighths), generator=rng, dtype=torch.int8)
+    scale = torch.rand((blocks, block_size, kv_heads) if granularity == "token_head" else (blocks, kv_heads), generator=rng)
+    scale.view(-1)[torch.randint(scale.numel(), (len(scales),), generator=rng)] = torch.tensor(scales, dtype=torch.float32)
+    kv = pagedkv.dequantize_kv(in_layout(q.to(device), layout), in_layout(scale.to(device), layout))
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.testing.assert_array_equal(kv.cpu().numpy(), reference.dequantize_kv(q, scale).astype(np.float32))
