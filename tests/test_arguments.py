@@ -8,6 +8,8 @@ from cases import decode
 from test_eviction import statistics
 
 import pagedkv
+from pagedkv.evidence import hardware
+from pagedkv.ops import checks
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch")
 
@@ -306,3 +308,37 @@ def test_backend_names_only_what_it_knows(device, error):
 def test_backend_of_a_device_that_is_not_there():
     with pytest.raises(RuntimeError, match=r"^device: cuda was asked for"):
         pagedkv.backend("cuda")
+
+
+@pytest.mark.parametrize("present, said", [(1, "cuda:0 only"), (4, "cuda:0 to cuda:3")])
+@pytest.mark.parametrize("ask", [pagedkv.backend, hardware.resolve], ids=["backend", "resolve"])
+def test_a_device_index_past_the_last(monkeypatch, present, said, ask):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: present)
+    with pytest.raises(RuntimeError, match=f"^device: cuda:9 was asked for, but this machine has {said}$"):
+        ask("cuda:9")
+
+
+@pytest.mark.parametrize("k, v", [("k_cache", "v_cache"), ("k_scale", "v_scale")])
+def test_a_cache_that_shares_memory_with_the_other(call, k, v):
+    shared = valid("reshape_and_cache")[k]
+    grown = torch.cat([shared, shared])
+    call("reshape_and_cache", {**valid("reshape_and_cache"), k: grown[: len(shared)], v: grown[len(shared) :]})
+    for first in (0, 1, len(shared) - 1):
+        arguments = {**valid("reshape_and_cache"), k: grown[: len(shared)], v: grown[first : first + len(shared)]}
+        with pytest.raises(ValueError, match=f"^{v}: expected memory of its own, got elements that belong to {k}"):
+            call("reshape_and_cache", arguments)
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_k_and_v_as_slices_of_one_tensor_do_not_overlap(dim):
+    shape = [4, 3, 2, 8]
+    shape.insert(dim, 3)
+    kv = torch.zeros(shape, dtype=torch.int8)
+    if dim < 4:  # else the last dimension would not be contiguous
+        assert not checks._views_overlap(kv.select(dim, 0), kv.select(dim, 1))
+        assert not checks._views_overlap(kv.select(dim, 2), kv.select(dim, 0))
+    assert checks._views_overlap(kv, kv)
+    if shape[dim] > 2:
+        assert checks._views_overlap(kv.narrow(dim, 0, 2), kv.narrow(dim, 1, 2))
+        assert not checks._views_overlap(kv.narrow(dim, 0, 1), kv.narrow(dim, 1, 1))

@@ -133,6 +133,19 @@ def test_a_decode_step_compiles_as_a_whole(device):
     assert all(same_bits(a, b) for a, b in zip(plain[:3], compiled[:3], strict=True)), "the cache was not mutated alike"
 
 
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"select_eviction_candidates", "reshape_and_cache"}))
+def test_a_backward_pass_raises(op):
+    """torch alone would warn, and train on with gradients missing."""
+    arguments = {k: v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in valid(op).items()}
+    results = getattr(pagedkv, op)(**arguments)
+    first = next(r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad)
+    with pytest.raises(NotImplementedError, match=f"^pagedkv.{op} has no gradient"):
+        first.sum().backward()
+    with torch.no_grad():
+        results = getattr(pagedkv, op)(**arguments)
+    assert not any(r.requires_grad for r in (results if isinstance(results, tuple) else (results,)))
+
+
 @pytest.mark.skipif(build.missing_tool("cpu") is not None, reason="inductor needs a C++ compiler")
 def test_inductor(device):
     case = decode(device, lengths=(20, 5))

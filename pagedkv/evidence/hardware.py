@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from pagedkv.ops import checks
+
 # What a record lists of a CPU's instruction sets: those that the kernels could use.
 _ISA = (
     *("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8"),
@@ -34,13 +36,8 @@ def resolve(device: str | torch.device = "auto") -> torch.device:
         return torch.device("cpu")
     if not re.fullmatch(r"cuda(:\d+)?", name):
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {str(device)!r}")
-    if not torch.cuda.is_available():
-        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
-        raise RuntimeError(f"device: {name} was asked for, but {why}")
-    resolved = torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}")
-    if resolved.index >= torch.cuda.device_count():
-        raise RuntimeError(f"device: {name} was asked for, but there are only {torch.cuda.device_count()} CUDA devices")
-    return resolved
+    checks.present(torch.device(name))
+    return torch.device(name if ":" in name else f"cuda:{torch.cuda.current_device()}")
 
 
 def slug(kind: str, name: str) -> str:

@@ -1,4 +1,5 @@
-"""Decode attention over a paged KV cache, and the algebra that joins its partial results. For inference: no op has a gradient."""
+"""Decode attention over a paged KV cache, and the algebra that joins its partial results. For inference: no op has a gradient, and a
+backward pass through one raises `NotImplementedError`."""
 
 from __future__ import annotations
 
@@ -79,6 +80,7 @@ def quant_paged_attention(
         return_lse=return_lse,
         return_block_mass=return_block_mass,
     )
+    registry.inference_only("quant_paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
 
 
@@ -119,6 +121,7 @@ def paged_attention(
         return_lse=return_lse,
         return_block_mass=return_block_mass,
     )
+    registry.inference_only("paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
 
 
@@ -140,7 +143,9 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         TypeError, ValueError: a type, dtype, shape, device or stride other than the above.
     """
     checks.tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    return torch.ops.pagedkv.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    results = torch.ops.pagedkv.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    registry.inference_only("merge_attention_states", *results)
+    return results
 
 
 def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass) -> None:

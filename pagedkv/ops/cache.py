@@ -31,11 +31,12 @@ def reshape_and_cache(
         slot_mapping: int64 `[num_tokens]`. Negative: the token is skipped; so is one past the pool. If a slot is
             named twice, the later token stays (the scale covers both).
 
-    All tensors live on one device; any strides with a contiguous last dimension (K and V may share one tensor).
+    All tensors live on one device; any strides with a contiguous last dimension. K and V may be slices of one tensor, but not
+    share an element.
 
     Raises:
         TypeError: an argument of another type or dtype.
-        ValueError: another shape, device or stride; with `PAGEDKV_CHECK=1` also a slot past the pool.
+        ValueError: another shape, device or stride; a K and a V that overlap (as far as slices of one tensor show it); with `PAGEDKV_CHECK=1` also a slot past the pool.
     """
     checks.tensors(key=key, value=value, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, slot_mapping=slot_mapping)
     torch.ops.pagedkv.reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping)

@@ -10,6 +10,8 @@ A decode step calls an op once a layer, so the good path is kept short: comparis
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,19 @@ def booleans(**arguments: bool) -> None:
     for name, value in arguments.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def present(device: torch.device) -> None:
+    """Raises `RuntimeError` where `device` is a CUDA device that this machine lacks."""
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
+        raise RuntimeError(f"device: {device} was asked for, but {why}")
+    if device.index is not None and device.index >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0 only"
+        raise RuntimeError(f"device: {device} was asked for, but this machine has {there}")
 
 
 # ---------------------------------------------------------------------------------------------------- one tensor, one number
@@ -214,6 +229,9 @@ def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mappi
     for name, written in (("k_cache", k_cache), ("k_scale", k_scale), ("v_cache", v_cache), ("v_scale", v_scale)):
         if 0 in written.stride() and _overlaps_itself(written):
             raise ValueError(f"{name}: expected memory of its own for each element, got strides {written.stride()} (an expanded tensor)")
+    for k_name, k, v_name, v in (("k_cache", k_cache, "v_cache", v_cache), ("k_scale", k_scale, "v_scale", v_scale)):
+        if torch._C._is_alias_of(k, v) and _views_overlap(k, v):
+            raise ValueError(f"{v_name}: expected memory of its own, got elements that belong to {k_name}")
 
 
 def reshape_and_cache_values(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
@@ -225,6 +243,39 @@ def reshape_and_cache_values(key, value, k_cache, k_scale, v_cache, v_scale, slo
         raise ValueError(
             f"slot_mapping[{i}]: expected less than {num_slots} (num_blocks * block_size), or negative to skip, got {int(slots[i])}"
         )
+
+
+def _views_overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage, of one shape and dtype, have an element in common.
+
+    Exact for views of equal strides whose dimensions nest (slices of one tensor, such as `kv[:, 0]` and `kv[:, 1]`). Not
+    seen: views of different strides, sizes known only symbolically (while compiling), and two storages over one memory.
+    """
+    strides = a.stride()
+    if strides != b.stride():
+        return False
+    try:
+        return _shifted_view_overlaps(a.storage_offset() - b.storage_offset(), tuple(a.shape), strides)
+    except TypeError:  # symbolic sizes have no hash
+        return False
+
+
+@functools.lru_cache(maxsize=256)  # a decode step asks the same once a layer
+def _shifted_view_overlaps(distance: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    dims = sorted(((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1), reverse=True)
+    reach = [sum(stride * (size - 1) for stride, size in dims[i:]) for i in range(len(dims) + 1)]  # of dims[i:], in elements
+    if 0 in shape or any(stride <= inner for (stride, _), inner in zip(dims, reach[1:], strict=True)):
+        return False
+
+    def meet(distance: int, i: int) -> bool:
+        """Whether dims[i:] hold steps, each within +-(size - 1), that add up to the distance."""
+        if i == len(dims) or abs(distance) > reach[i]:
+            return distance == 0
+        stride, size = dims[i]
+        steps = distance // stride
+        return any(abs(n) < size and meet(distance - n * stride, i + 1) for n in (steps, steps + 1))
+
+    return meet(distance, 0)
 
 
 def _overlaps_itself(value: Tensor) -> bool:

@@ -35,7 +35,9 @@ def eviction_scores(
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
     checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    return torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
+    scores = torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
+    registry.inference_only("eviction_scores", scores)
+    return scores
 
 
 def select_eviction_candidates(scores: Tensor, k: int) -> Tensor:
@@ -72,7 +74,9 @@ def evict_blocks(
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
     checks.integer("k", k)
     checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    return torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
+    results = torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
+    registry.inference_only("evict_blocks", *results)
+    return results
 
 
 registry.define(

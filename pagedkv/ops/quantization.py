@@ -31,7 +31,9 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Te
     checks.tensors(kv=kv)
     if not isinstance(granularity, str):
         raise TypeError(f"granularity: expected a str, got {type(granularity).__name__}")
-    return torch.ops.pagedkv.quantize_kv(kv, granularity)
+    results = torch.ops.pagedkv.quantize_kv(kv, granularity)
+    registry.inference_only("quantize_kv", *results)
+    return results
 
 
 def dequantize_kv(q: Tensor, scale: Tensor) -> Tensor:
@@ -48,7 +50,9 @@ def dequantize_kv(q: Tensor, scale: Tensor) -> Tensor:
         TypeError, ValueError: a type, dtype, shape, device or stride other than the above.
     """
     checks.tensors(q=q, scale=scale)
-    return torch.ops.pagedkv.dequantize_kv(q, scale)
+    kv = torch.ops.pagedkv.dequantize_kv(q, scale)
+    registry.inference_only("dequantize_kv", kv)
+    return kv
 
 
 def _fake_quantize(kv: Tensor, granularity: str) -> tuple[Tensor, Tensor]:

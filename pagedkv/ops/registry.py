@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pagedkv.ops import build
+from pagedkv.ops import build, checks
 
 NAMES: list[str] = []
 _library = torch.library.Library("pagedkv", "DEF")
@@ -63,12 +63,26 @@ def backend(device: torch.device | str | int = "cpu") -> str:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {device}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("device: cuda was asked for, but torch finds no CUDA device")
+    checks.present(device)
     library = None if _plain_pytorch else _compiled(device.type)
     if library is None:
         return "pytorch"
     return f"{'c++' if device.type == 'cpu' else 'cuda'} ({library.instruction_set()})"
+
+
+def inference_only(op: str, *results: torch.Tensor) -> None:
+    """Have a backward pass through an op's results raise, where torch would warn and go on with gradients missing.
+
+    No op has a gradient. Where autograd is on and an input requires one, torch marks the results; a look at that mark is all
+    that every other call pays.
+    """
+    for result in results:
+        if result.requires_grad and not torch.compiler.is_compiling():
+            result.register_hook(functools.partial(_refuse_backward, op))
+
+
+def _refuse_backward(op: str, _gradient: torch.Tensor) -> None:
+    raise NotImplementedError(f"pagedkv.{op} has no gradient: it is for inference (call it under torch.no_grad, or detach its inputs)")
 
 
 @contextlib.contextmanager
