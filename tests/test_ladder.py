@@ -49,6 +49,15 @@ def test_the_ladder_is_for_one_kind_of_shape():
             ladder.rung_calls(ladder.RUNGS[0], PagedInputs(shape(name), torch.device("cpu"), num_rotations=1))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["3x700", "ragged_5x300", "1x5000"])
+def test_every_rung_computes_attention(name):
+    climb = ladder.Climb(name, torch.device("cuda", 0))
+    for number in range(1, ladder.TOP + 1):
+        assert climb.rung(number)["rel_error"] < 1e-3
+    assert climb.height()["value"] > 0
+
+
 def test_the_ladder_is_no_part_of_the_library():
     assert not any("ladder" in str(path) for path in build.tracked_files("cuda"))
 

@@ -191,6 +191,12 @@ def _ncu() -> Piece:
     return Piece("Nsight Compute", True, path)
 
 
+def _sanitizer() -> Piece:
+    path = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    blocks = "memory checkers over the CUDA kernels"
+    return Piece("compute-sanitizer", path is not None, path or "not found", blocks, "the CUDA toolkit")
+
+
 def _output(*command: str) -> str:
     """What a command prints; empty where it is absent or fails."""
     try:
@@ -235,4 +241,5 @@ _CHECKS: tuple[Callable[[], Piece], ...] = (
     _vllm,
     _plugin,
     _ncu,
+    _sanitizer,
 )
