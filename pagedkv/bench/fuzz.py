@@ -111,17 +111,14 @@ def draw(number: int, device: torch.device) -> tuple[Problem, list[str]]:
     """Problem `number`, and the features that it has."""
     rng = random.Random(number)
     generator = torch.Generator(device).manual_seed(number)
-    chance = lambda probability: rng.random() < probability  # noqa: E731
-
     q_dtype = rng.choice((torch.float16, torch.float16, torch.bfloat16, torch.float32))
-    huge = chance(0.03) and _huge_pool_fits(device)
-    many_blocks = not huge and chance(0.04)
     cache = rng.choice(("int8_block_head",) * 3 + ("int8_token_head",) * 2 + ("float16", "bfloat16", "float32"))
-    if cache == "float16" and chance(0.5):
+    if cache == "float16" and _chance(rng, 0.5):
         cache = str(q_dtype).removeprefix("torch.")  # the fast kernels want the two alike
     head_dim = rng.choice((64, 128, 128, 256, 8 * rng.randint(1, 32)))
     block_size = rng.choice((16, 16, 32, 64, rng.randint(1, 256), rng.randint(1, 40)))
     num_kv_heads = rng.choice((1, 1, 2, 2, 3, 4, 8))
+    huge, many_blocks = _chance(rng, 0.03) and _huge_pool_fits(device), _chance(rng, 0.04)
     if huge:
         cache, head_dim, block_size, num_kv_heads = "int8_block_head", *_HUGE
     elif many_blocks:
@@ -129,58 +126,65 @@ def draw(number: int, device: torch.device) -> tuple[Problem, list[str]]:
     group = rng.choice((1, 2, 4, 4, 8, rng.randint(1, 16), rng.choice((32, 64)) if num_kv_heads <= 2 else 5))
     features = [str(q_dtype).removeprefix("torch.") + " q", f"{cache} cache"]
 
-    num_seqs = rng.choice((1, 2, 3, 5))
     longest = rng.choice((40, 200, 700, 1500, 6000 if num_kv_heads * head_dim <= 256 else 2500))
-    lens = [rng.choice((0, 1, block_size, longest, rng.randint(0, longest), rng.randint(0, longest))) for _ in range(num_seqs)]
-    lens = [min(n, longest) for n in lens]
+    lens = [rng.choice((0, 1, min(block_size, longest), longest, rng.randint(0, longest))) for _ in range(rng.choice((1, 2, 3, 5)))]
     counts = [math.ceil(n / block_size) for n in lens]
-    max_blocks = max(counts) + rng.choice((0, 0, 1, 7))
-    spare = 66_000 if many_blocks else rng.randint(0, 5)
-    size = (sum(counts) + spare + 1, block_size, num_kv_heads, head_dim)
-    scales: dict[str, Tensor] = {}
     if huge:
-        k, v, scales["k_scale"], scales["v_scale"] = _huge_pool(device)
-        size = tuple(k.shape)
+        pool = _huge_pool(device)
         features.append("pool past 2^31 bytes")
-    elif cache.startswith("int8"):
-        k, v = (torch.randint(-127, 128, size, dtype=torch.int8, device=device, generator=generator) for _ in range(2))
-        groups = size[::2] if cache == "int8_block_head" else size[:3]
-        for name in ("k_scale", "v_scale"):
-            scales[name] = _scales(groups, device, generator)
     else:
-        k, v = (torch.randn(size, device=device, generator=generator).to(getattr(torch, cache)) for _ in range(2))
-    if size[0] > 65_536:
-        features.append("block ids past 65,535")
-
-    # Distinct blocks, half of the time from the pool's far end, where offsets are the largest.
-    blocks = rng.sample(range(size[0] - sum(counts) - 1, size[0]) if chance(0.5) else range(size[0]), sum(counts))
-    tables = torch.tensor(_GARBAGE * (num_seqs * max_blocks), dtype=torch.int32)[: num_seqs * max_blocks].view(num_seqs, max_blocks)
-    for row, count in zip(tables, counts, strict=True):
-        row[:count] = torch.tensor([blocks.pop() for _ in range(count)], dtype=torch.int32)
-
+        spare = 66_000 if many_blocks else rng.randint(0, 5)
+        pool = _pool((sum(counts) + spare + 1, block_size, num_kv_heads, head_dim), cache, device, generator)
+    num_blocks = pool["k_cache"].shape[0]
+    tables = _tables(rng, counts, num_blocks, spare_columns=rng.choice((0, 0, 1, 7)))
+    q = torch.randn(len(lens), num_kv_heads * group, head_dim, device=device, generator=generator).to(q_dtype)
     options: dict = {}
-    if chance(0.25):
-        options["sliding_window"] = rng.randint(1, max(1, longest))
-        features.append("window")
-    if chance(0.2):
+    if _chance(rng, 0.25):
+        options["sliding_window"] = rng.randint(1, longest)
+    if _chance(rng, 0.2):
         options["logits_soft_cap"] = rng.choice((0.5, 5.0, 30.0))
-        features.append("soft cap")
-    q = torch.randn(num_seqs, num_kv_heads * group, head_dim, device=device, generator=generator).to(q_dtype)
-    if chance(0.25):
+    if _chance(rng, 0.25):
         options["sinks"] = torch.randn(q.shape[1], device=device, generator=generator) * rng.choice((1.0, 20.0))
-        features.append("sinks")
-    p = Problem(q, k, v, tables.to(device), torch.tensor(lens, dtype=torch.int32, device=device), head_dim**-0.5, **scales, options=options)
-    if not huge:
-        if chance(0.5):
+    features += options
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    p = Problem(q=q, **pool, block_tables=tables.to(device), seq_lens=seq_lens, sm_scale=head_dim**-0.5, options=options)
+
+    if not huge:  # that pool is every such problem's
+        if _chance(rng, 0.5):
             _poison(p)
             features.append("NaN past the end")
         _lay_out(p, rng, features)
     _spoil(p, rng, features)
+    if num_blocks > 65_536:
+        features.append("block ids past 65,535")
     if 0 in lens:
         features.append("an empty sequence")
     if block_size % 16 or head_dim not in (64, 128, 256):
         features.append("odd block_size or head_dim")
     return p, features
+
+
+def _chance(rng: random.Random, probability: float) -> bool:
+    return rng.random() < probability
+
+
+def _pool(size: tuple[int, ...], cache: str, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    """`k_cache` and `v_cache` of `size`; for int8 `k_scale` and `v_scale`, too."""
+    if not cache.startswith("int8"):
+        dtype = getattr(torch, cache)
+        return {name: torch.randn(size, device=device, generator=generator).to(dtype) for name in ("k_cache", "v_cache")}
+    pool = {name: torch.randint(-127, 128, size, dtype=torch.int8, device=device, generator=generator) for name in ("k_cache", "v_cache")}
+    groups = size[::2] if cache == "int8_block_head" else size[:3]
+    return pool | {name: _scales(groups, device, generator) for name in ("k_scale", "v_scale")}
+
+
+def _tables(rng: random.Random, counts: list[int], num_blocks: int, spare_columns: int) -> Tensor:
+    """Distinct blocks for each sequence, half of the time from the pool's far end, where offsets are the largest; garbage behind them."""
+    held = range(num_blocks - sum(counts) - 1, num_blocks) if _chance(rng, 0.5) else range(num_blocks)
+    blocks = iter(rng.sample(held, sum(counts)))
+    width = max(counts) + spare_columns
+    rows = [[next(blocks) for _ in range(count)] + [rng.choice(_GARBAGE) for _ in range(width - count)] for count in counts]
+    return torch.tensor(rows, dtype=torch.int32).view(len(counts), width)
 
 
 def _scales(size: tuple[int, ...], device: torch.device, generator: torch.Generator) -> Tensor:
@@ -220,10 +224,10 @@ def _lay_out(p: Problem, rng: random.Random, features: list[str]) -> None:
 def _spoil(p: Problem, rng: random.Random, features: list[str]) -> None:
     """A bad block id or length in one sequence, now and then: its output is NaN, the others are right."""
     seq = rng.randrange(len(p.seq_lens))
-    if rng.random() < 0.1 and p.block_tables.shape[1] > 0:
+    if _chance(rng, 0.1) and p.block_tables.shape[1] > 0:
         p.block_tables[seq, rng.randrange(p.block_tables.shape[1])] = rng.choice((*_GARBAGE, p.k_cache.shape[0]))
         features.append("a bad block id")
-    if rng.random() < 0.07:
+    if _chance(rng, 0.07):
         p.seq_lens[seq] = rng.choice((-1, _INT32.min, _INT32.max, p.block_tables.shape[1] * p.k_cache.shape[1] + 1))
         features.append("a bad length")
 
@@ -233,15 +237,15 @@ def _huge_pool_fits(device: torch.device) -> bool:
 
 
 @functools.cache
-def _huge_pool(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(k, v, k_scale, v_scale)`: an int8 pool of which K alone takes more than 2^31 bytes, interleaved with V; made once."""
+def _huge_pool(device: torch.device) -> dict[str, Tensor]:
+    """An int8 pool of which K alone takes more than 2^31 bytes, interleaved with V; made once."""
     generator = torch.Generator(device).manual_seed(0)
     head_dim, block_size, num_kv_heads = _HUGE
     num_blocks = 2**31 // (block_size * num_kv_heads * head_dim) + 64
     size = (num_blocks, 2, block_size, num_kv_heads, head_dim)
     both = torch.randint(-127, 128, size, dtype=torch.int8, device=device, generator=generator)
-    scales = (_scales((num_blocks, num_kv_heads), device, generator) for _ in range(2))
-    return both[:, 0], both[:, 1], *scales
+    k_scale, v_scale = (_scales((num_blocks, num_kv_heads), device, generator) for _ in range(2))
+    return {"k_cache": both[:, 0], "v_cache": both[:, 1], "k_scale": k_scale, "v_scale": v_scale}
 
 
 # -------------------------------------------------------------------------------------------- running
