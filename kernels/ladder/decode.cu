@@ -2,10 +2,10 @@
 //
 //   out[s, h] = sum_t softmax_t(sm_scale * q[s, h] . K[s, t]) V[s, t],   K, V = int8 * scale of (block, KV head)
 //
-//   1  a CTA for each query head, one token at a time     the published algorithm
-//   2  a CTA for each KV head, 16 tokens at a time        every byte is read once, 16 bytes a load
-//   3  + long sequences cut in splits                     work for the whole device, however few the sequences
-//   4  + tensor cores, the next page already on its way   arithmetic out of the way, more bytes in flight
+//   1  a CTA for each query head, one pass over the pages  the published algorithm
+//   2  a CTA for each KV head, 16 tokens at a time         every byte is read once, 16 bytes a load
+//   3  + long sequences cut in splits                      work for the whole device, however few the sequences
+//   4  + tensor cores, the next page already on its way    arithmetic out of the way, more bytes in flight
 //
 // The top of the ladder is the library's own op, cuda/quant_paged_attention.cu. To read easily, these fix what it leaves open:
 // head_dim 128, blocks of 16 tokens, 4 query heads to a KV head, float16 q, contiguous tensors, valid tables, no empty sequence.
@@ -44,8 +44,8 @@ namespace {
 __device__ float rescale(float from, float to) { return from == -INFINITY ? 0.f : exp2f(from - to); }
 
 // ------------------------------------------------------------------------------------------- rung 1
-// A thread for each dim. Every token costs a trip to memory and two barriers, one after another; and the 4 heads of a
-// group read the same K and V, each for itself.
+// A thread for each dim. The dot products of a page are sums over the CTA, one after another: each costs a trip to memory and two
+// barriers. The 4 heads of a group read the same K and V, each for itself.
 
 __device__ float sum_over_cta(float x, float* warp_sums) {
   for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
@@ -59,18 +59,28 @@ __device__ float sum_over_cta(float x, float* warp_sums) {
 
 __global__ void __launch_bounds__(kThreads) rung1(Problem p) {
   __shared__ float warp_sums[kWarps];
-  const int head = blockIdx.x, seq = blockIdx.y, kv_head = head / kGroup, dim = threadIdx.x;
-  const int64_t at = (int64_t(seq) * p.num_heads() + head) * kHeadDim + dim;
+  const int head = blockIdx.x, seq = blockIdx.y, kv_head = head / kGroup, dim = threadIdx.x, seq_len = p.seq_lens[seq];
+  const int64_t at = (int64_t(seq) * p.num_heads() + head) * kHeadDim + dim, token_stride = int64_t(p.num_kv_heads) * kHeadDim;
   const float q = __half2float(p.q[at]) * p.sm_scale * kLog2e;
   float m = -INFINITY, l = 0.f, acc = 0.f;
-  for (int token = 0; token < p.seq_lens[seq]; ++token) {
-    const int block = p.block(seq, token / kBlockSize);
-    const int64_t row = p.row(block, token % kBlockSize, kv_head);
-    const float logit = sum_over_cta(q * p.k[row + dim], warp_sums) * p.k_scale[block * p.num_kv_heads + kv_head];
-    const float m_new = fmaxf(m, logit), keep = rescale(m, m_new), weight = exp2f(logit - m_new);
-    l = l * keep + weight;
-    acc = acc * keep + weight * p.v_scale[block * p.num_kv_heads + kv_head] * p.v[row + dim];
-    m = m_new;
+  for (int page = 0; page * kBlockSize < seq_len; ++page) {
+    const int block = p.block(seq, page), tokens = min(kBlockSize, seq_len - page * kBlockSize);
+    const float k_scale = p.k_scale[block * p.num_kv_heads + kv_head], v_scale = p.v_scale[block * p.num_kv_heads + kv_head];
+    const int8_t *k = p.k + p.row(block, 0, kv_head) + dim, *v = p.v + p.row(block, 0, kv_head) + dim;
+    float logits[kBlockSize], m_new = m;
+#pragma unroll
+    for (int t = 0; t < kBlockSize; ++t) {
+      logits[t] = t < tokens ? sum_over_cta(q * k[t * token_stride], warp_sums) * k_scale : -INFINITY;
+      m_new = fmaxf(m_new, logits[t]);
+    }
+    const float keep = rescale(m, m_new);
+    m = m_new, l *= keep, acc *= keep;
+#pragma unroll
+    for (int t = 0; t < kBlockSize; ++t) {
+      const float weight = exp2f(logits[t] - m);
+      l += weight;
+      if (t < tokens) acc += weight * v_scale * v[t * token_stride];
+    }
   }
   p.out[at] = __float2half_rn(acc / l);
 }
@@ -99,7 +109,7 @@ __device__ void store(const Problem& p, int seq, int split, int head, int dim, f
   if (dim == 0) partial[kHeadDim] = m, partial[kHeadDim + 1] = l;
 }
 
-__global__ void __launch_bounds__(kThreads) rungs2and3(Problem p) {
+__global__ void __launch_bounds__(kThreads, 3) rungs2and3(Problem p) {
   const int kv_head = blockIdx.x, seq = blockIdx.y, split = blockIdx.z, offset = threadIdx.x / 8, piece = threadIdx.x % 8 * 16;
   float q[kGroup][16], m[kGroup], l[kGroup] = {}, acc[kGroup][16] = {};
 #pragma unroll
@@ -125,9 +135,8 @@ __global__ void __launch_bounds__(kThreads) rungs2and3(Problem p) {
       for (int i = 0; i < 16; ++i) logit += q[h][i] * k[i];
 #pragma unroll
       for (int d = 1; d < 8; d *= 2) logit += __shfl_xor_sync(~0u, logit, d);
-      if (!live) continue;
-      logit *= k_scale;
-      const float m_new = fmaxf(m[h], logit), keep = rescale(m[h], m_new), weight = exp2f(logit - m_new);
+      logit = live ? logit * k_scale : -INFINITY;
+      const float m_new = fmaxf(m[h], logit), keep = rescale(m[h], m_new), weight = rescale(logit, m_new);
       m[h] = m_new;
       l[h] = l[h] * keep + weight;
 #pragma unroll

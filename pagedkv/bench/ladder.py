@@ -58,15 +58,15 @@ class Rung:
         return max(1, min(longest, self.ctas_per_sm * sms // ctas))
 
 
-# Cycles: a trip to memory is about 600, barriers and shuffles 100 to 200 more. Instructions: of the inner loop in sm_90's
-# disassembly (85, 508 and 433), times the four warps of a CTA.
+# Cycles: a trip to memory is about 600; barriers, shuffles and chains of arithmetic 100 to 400 more. Instructions: those of a page, or of
+# the page that a warp of rung 4 takes, in sm_90's disassembly (902, 438 and 433), times the four warps of a CTA.
 RUNGS = (
-    Rung(1, "a CTA for each query head, a token at a time",
-         heads=1, tokens=1, cycles=750, instructions=4 * 85, ctas_per_sm=16, passes=4, splits=False),
+    Rung(1, "a CTA for each query head, one pass over the pages",
+         heads=1, tokens=16, cycles=16 * 700 + 800, instructions=4 * 902, ctas_per_sm=9, passes=4, splits=False),
     Rung(2, "a CTA for each KV head, 16 tokens at a time",
-         heads=4, tokens=16, cycles=1000, instructions=4 * 508, ctas_per_sm=2, passes=1, splits=False),
+         heads=4, tokens=16, cycles=1000, instructions=4 * 438, ctas_per_sm=3, passes=1, splits=False),
     Rung(3, "and sequences cut in splits",
-         heads=4, tokens=16, cycles=1000, instructions=4 * 508, ctas_per_sm=2, passes=1, splits=True),
+         heads=4, tokens=16, cycles=1000, instructions=4 * 438, ctas_per_sm=3, passes=1, splits=True),
     Rung(4, "and tensor cores, the next page on its way",
          heads=4, tokens=64, cycles=1000, instructions=4 * 433, ctas_per_sm=3, passes=1, splits=True),
 )  # fmt: skip
