@@ -58,6 +58,7 @@ def variants(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]
     """Small calls, each with what it is, that launch every kernel of the library in every form: dtypes, sizes, alignments, plans."""
     yield from _attention_variants(device)
     yield from _eviction_variants(device)
+    yield from _sequence_variants(device)
     yield from _quantization_variants(device)
     yield from _write_variants(device)
     yield from _merge_variants(device)
@@ -97,6 +98,37 @@ def _eviction_variants(device: torch.device) -> Iterator[tuple[str, Callable[[],
                 yield f"evict_blocks {n} {block_size} {k}", lambda s=statistics, k=k: pagedkv.evict_blocks(*s, k)
         for k in (1, n // 7, n):
             yield f"select_eviction_candidates {n} {k}", lambda r=recency, k=k: pagedkv.select_eviction_candidates(r, k)
+
+
+def _sequence_variants(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What decides which blocks of a sequence go: its mass, its selection, statistics of its K and V."""
+    for cache, head_dim, aligned in itertools.product(_CACHES, (64, 128), (True, False)):
+        p = problem(device, torch.float16, cache, lens=(37, 0, 300), heads=(2, 2), head_dim=head_dim)
+        kv = p.k_cache if aligned else _unaligned(p.k_cache)
+        paged, groups = (kv, p.k_scale, p.block_tables, p.seq_lens), -(-p.block_tables.shape[1] // 4)
+        shift, gain = torch.randn(2, len(p.seq_lens), groups, *kv.shape[2:], device=device)
+        yield f"token_moments {cache} {head_dim}", lambda a=paged: pagedkv.token_moments(*a)
+        yield (
+            f"token_moments {cache} {head_dim}, shifted",
+            lambda a=paged, shift=shift, gain=gain: pagedkv.token_moments(*a, blocks_per_group=4, shift=shift, gain=gain),
+        )
+        yield f"channel_statistics {cache} {head_dim}", lambda a=paged: pagedkv.channel_statistics(*a, blocks_per_group=4)
+    tables, pool = p.block_tables, torch.rand(len(p.k_cache), device=device)
+    total = torch.zeros(len(pool), dtype=torch.int64, device=device)
+    for decay in (1.0, 0.9):
+        yield (
+            "accumulate_block_mass",
+            lambda d=decay: pagedkv.accumulate_block_mass(torch.rand(tables.shape, device=device), tables, total, d),
+        )
+    for scores, references in (
+        (pool, None),
+        (torch.rand(tables.shape, device=device), None),
+        (pool, torch.ones_like(pool, dtype=torch.int32)),
+    ):
+        yield (
+            "select_per_sequence",
+            lambda s=scores, r=references: pagedkv.select_per_sequence(s, tables, p.seq_lens, 5, block_size=16, references=r),
+        )
 
 
 def _unaligned(x: Tensor) -> Tensor:
