@@ -1,4 +1,6 @@
-// Decode attention, plain: every shape, dtype and device; the first rung of the ladder.
+// Decode attention, plain: every shape, dtype, stride and device. It serves what the two fast kernels do not take (float32
+// caches, rows that do not start at multiples of 16 bytes, head dimensions of 8 n with odd n in int8), and is what to
+// read first.
 //
 // A CTA owns one work item and one query head. Eight lanes share a token: each holds up to four 8-element pieces of
 // the head dimension, so a CTA of 128 threads has 16 tokens in hand, each group of lanes with an online

@@ -5,6 +5,7 @@
 
 #include "attention/decode_mma.cuh"
 #include "attention/decode_plain.cuh"
+#include "attention/decode_simt.cuh"
 
 namespace pagedkv::attention {
 
@@ -89,7 +90,7 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
   return partials;
 }
 
-// ------------------------------------------------------------------------------------------ the fast path
+// ------------------------------------------------------------------------------------------ tensor cores
 
 template <class C>
 Path mma_path(const AttentionParams& p) {
@@ -101,7 +102,7 @@ inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2
   return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (s0 | s1 | s2) * bytes % 16 == 0;
 }
 
-// Whether the fast kernels serve this call: the rest goes to the plain ones.
+// Whether the tensor cores serve this call.
 inline bool fits_mma(const AttentionParams& p) {
   const bool quantised = p.cache_dtype == DType::kInt8;
   const int bytes = quantised ? 1 : 2;
@@ -133,21 +134,67 @@ void run_mma(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   run<typename C::Query>(p, mma_path<C>(p), workspace, stream, decode_mma<C>);
 }
 
-// ----------------------------------------------------------------------------------------- the plain path
+// ------------------------------------------------------------------------------------ without tensor cores
+
+// Calls `use` with the SimtConfig that serves p.
+template <typename KV, class Use>
+auto with_simt_config(const AttentionParams& p, Use use) {
+  const int64_t row_bytes = p.head_dim * int64_t(sizeof(KV));
+  if constexpr (std::is_same_v<KV, int8_t>) {
+    if (row_bytes <= 64) return use(SimtConfig<KV, 4>{});
+  } else {
+    if (row_bytes > 256) return use(SimtConfig<KV, 32>{});
+  }
+  if (row_bytes > 128) return use(SimtConfig<KV, 16>{});
+  return use(SimtConfig<KV, 8>{});
+}
+
+template <class C>
+Path simt_path(const AttentionParams& p) {
+  const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kSimtHeads);
+  const SplitPlan plan = make_plan(p, kSimtWarps * kStepTokens, C::ctas_per_sm * num_sms(), head_tiles, false);
+  return {plan, head_tiles, kSimtThreads, p.block_size % kStepTokens == 0};
+}
+
+// Whether rows are whole 16-byte pieces: any block size, any dtype of q.
+template <typename KV>
+bool fits_simt(const AttentionParams& p) {
+  constexpr int bytes = sizeof(KV);
+  return p.head_dim * bytes % 16 == 0 &&
+         rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
+         rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes);
+}
+
+// ----------------------------------------------------------------------------------------- the general path
 
 inline Path plain_path(const AttentionParams& p) {
   // 16 CTAs of 128 threads fill an SM.
   return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads), false), int(p.num_heads), kPlainThreads, false};
 }
 
-template <typename Q, typename KV>
-void run_plain(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const Path path = plain_path(p);
-  const Partials partials = run<Q>(p, path, workspace, stream, decode_plain<Q, KV>);
-  if (p.block_mass && p.num_seqs * p.max_blocks > 0) {
-    block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
-    check(cudaGetLastError(), "block_mass");
+// Calls `use` with the launch and the decode kernel for what the tensor cores do not serve.
+template <typename Q, typename KV, class Use>
+auto with_general_path(const AttentionParams& p, Use use) {
+  if constexpr (!std::is_same_v<KV, float>) {
+    if (fits_simt<KV>(p)) return with_simt_config<KV>(p, [&](auto c) { return use(simt_path<decltype(c)>(p), decode_simt<decltype(c)>); });
   }
+  return use(plain_path(p), decode_plain<Q, KV>);
+}
+
+template <typename Q, typename KV>
+size_t general_workspace(const AttentionParams& p) {
+  return with_general_path<Q, KV>(p, [&](const Path& path, auto) { return workspace_bytes(p, path); });
+}
+
+template <typename Q, typename KV>
+void run_general(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  with_general_path<Q, KV>(p, [&](const Path& path, auto decode) {
+    const Partials partials = run<Q>(p, path, workspace, stream, decode);
+    if (p.block_mass && !path.step_masses && p.num_seqs * p.max_blocks > 0) {
+      block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
+      check(cudaGetLastError(), "block_mass");
+    }
+  });
 }
 
 }  // namespace pagedkv::attention

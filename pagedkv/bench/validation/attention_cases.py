@@ -135,6 +135,13 @@ def _nan_query(p: Problem) -> None:
     p.q[5, 1] = math.nan
 
 
+def _outlier_channels(p: Problem) -> None:
+    """Channels in which q is 1,000 times as large as in the others and K small, as in real models: the others still count."""
+    for row, channels in enumerate((1, 20)):
+        p.q[row, :, :channels] *= 1000
+    p.k_cache[..., :20] = torch.sign(p.k_cache[..., :20])
+
+
 def _low_logits(p: Problem) -> None:
     """Every logit below -5e4: a kernel that starts its maximum at a finite number loses them."""
     p.sm_scale = 1e4
@@ -207,6 +214,7 @@ CASES = (
     Case("heads-first cache", mutate=_heads_first),
     Case("misaligned head rows", {"head_dim": 128}, _odd_rows, quick=True),
     Case("strided q, tables and scales", mutate=_strided_arguments),
+    Case("outlier channels of q", {"head_dim": 128, "lens": (60, 37)}, _outlier_channels, q_dtypes=Q_DTYPES[1:], quick=True),
     Case("logits below -5e4", mutate=_low_logits, q_dtypes=(torch.float32,), quick=True),
     Case("keys all zero", mutate=_zero_keys),
     Case("tiny value scales", mutate=_scale_by(1e-30), caches=_INT8, q_dtypes=(torch.float32, torch.bfloat16)),
