@@ -80,6 +80,10 @@ def _attention_variants(device: torch.device) -> Iterator[tuple[str, Callable[[]
         block_size = 16 if head_dim == 128 else 5
         p = problem(device, q_dtype, cache, lens=(70, 2, 1200), heads=(22, 2), head_dim=head_dim, block_size=block_size, **options)
         yield f"{p.op} {head_dim} {q_dtype} {cache}, all options", lambda p=p: p.run(return_lse=True, return_block_mass=True)
+    for q_dtype, cache in itertools.product(_DTYPES, _CACHES):  # rows that 16-byte loads do not fit
+        p = problem(device, q_dtype, cache, lens=(37, 0, 16), heads=(4, 1))
+        p.k_cache, p.v_cache = _unaligned(p.k_cache), _unaligned(p.v_cache)
+        yield f"{p.op} {q_dtype} {cache} unaligned", lambda p=p: p.run(return_lse=True, return_block_mass=True)
     for head_dim, cache in itertools.product((128, 80), ("int8_block_head", "float16")):  # too many sequences to cut
         p = problem(device, torch.float16, cache, lens=(1100, *[3] * 700), heads=(4, 1), head_dim=head_dim)
         yield f"{p.op} {head_dim} {cache} 701 sequences", lambda p=p: p.run(return_lse=True, return_block_mass=True)
