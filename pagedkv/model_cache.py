@@ -88,6 +88,13 @@ class ModelKVCache:
         """Tokens that a sequence holds in a layer."""
         return self.pool(layer).find(seq).length
 
+    def tables(self, seqs: Sequence[int], layer: int = 0) -> tuple[Tensor, Tensor]:
+        """int32 block tables `[num_seqs, max_blocks]` in a layer, -1 past each sequence's end, and lengths `[num_seqs]`."""
+        held = [self.pool(layer).find(seq) for seq in seqs]
+        return _table([sequence.blocks for sequence in held], self.device), torch.tensor(
+            [sequence.length for sequence in held], dtype=torch.int32, device=self.device
+        )
+
     def pool(self, layer: int) -> BlockPool:
         return self.pools[layer if self.evict_by_layer else 0]
 
@@ -208,9 +215,7 @@ class Step:
 
     def _reads_of(self, plan: Append) -> tuple[Tensor, Tensor]:
         """The block table and the length of each token's own attention."""
-        tables = [plan.sequences[seq].blocks for seq in self.seqs]
-        width = max([1, *map(len, tables)])  # no block is held before it is written
-        tables = torch.tensor([[*row, *[_NO_BLOCK] * (width - len(row))] for row in tables], dtype=torch.int32, device=self.cache.device)
+        tables = _table([plan.sequences[seq].blocks for seq in self.seqs], self.cache.device)  # no block is held before it is written
         lengths = [
             plan.sequences[seq].length - count + 1 + i
             for seq, count in zip(self.seqs, self._tokens_each, strict=True)
@@ -233,3 +238,8 @@ class Step:
         means, planes = self.cache._k_means[layer], self.cache.planes[layer]
         nothing = torch.zeros(planes.tensors()["k_cache"].shape[2:], device=self.cache.device)
         return torch.stack([means.get(seq, nothing) for seq in self.seqs])
+
+
+def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max([1, *map(len, rows)])
+    return torch.tensor([[*row, *[_NO_BLOCK] * (width - len(row))] for row in rows], dtype=torch.int32, device=device)

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from pagedkv import KVCacheFull  # noqa: E402
 from pagedkv.integrations.transformers import PagedCache  # noqa: E402
+from pagedkv.policies import REGISTRY  # noqa: E402
 from pagedkv.quant_spec import KV_SPECS  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -110,15 +111,11 @@ def test_without_a_paged_cache_the_attention_is_stock(plain_pytorch):
 # ---------------------------------------------------------------------------------------------------------------------- eviction
 
 
-def by_mass(cache, table):
-    return cache.mass[table].total
-
-
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_policy_in_the_loop_keeps_every_sequence_within_its_budget(by_layer, beams, plain_pytorch):
     model, inputs = tiny(), prompt("left")
-    cache = PagedCache(model, "block_head", block_size=4, policy=by_mass, budget=16, watch=8, evict_by_layer=by_layer)
+    cache = PagedCache(model, "block_head", block_size=4, policy="accumulated_attention", budget=16, watch=8, evict_by_layer=by_layer)
     paged(model, inputs, cache, num_beams=beams)
     for layer in range(3):
         lengths = [cache.kv.length(seq, layer) for seq in cache.seqs]
@@ -127,15 +124,24 @@ def test_a_policy_in_the_loop_keeps_every_sequence_within_its_budget(by_layer, b
     assert max(blocks) <= 4 * len(cache.seqs)
 
 
+@pytest.mark.parametrize("policy", REGISTRY)
+def test_every_policy_runs_in_the_loop(policy, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, "rotated_block_head", block_size=4, policy=policy, budget=16)
+    paged(model, inputs, cache, max_new_tokens=4)
+    assert all(12 < cache.kv.length(seq) <= 16 for seq in cache.seqs)
+    assert cache.scores(cache.policy).shape == (3, 4)
+
+
 def test_a_budget_that_is_never_reached_changes_nothing(plain_pytorch):
     model, inputs = tiny(), prompt("right")
-    cache = PagedCache(model, "unquantised", block_size=4, policy=by_mass, budget=44)
+    cache = PagedCache(model, "unquantised", block_size=4, policy="accumulated_attention", budget=44)
     assert torch.equal(paged(model, inputs, cache), stock(model, inputs))
 
 
 def test_mass_is_that_of_the_queries_that_were_watched(plain_pytorch):
     model, inputs = tiny(), prompt("left")
-    cache = PagedCache(model, "unquantised", block_size=4, policy=by_mass, budget=100, watch=8)
+    cache = PagedCache(model, "unquantised", block_size=4, policy="accumulated_attention", budget=100, watch=8)
     model(**inputs, past_key_values=cache)
     (mass,) = cache.mass
     torch.testing.assert_close(mass.total.sum(1), torch.full((3,), 3 * 8.0))  # layers * queries; each gives away 1
@@ -158,7 +164,7 @@ def stock_attention(model, inputs):
 def test_what_it_cannot_do_is_said(plain_pytorch):
     model, inputs = tiny(), prompt("none")
     with pytest.raises(ValueError, match="budget: expected a number of tokens with a policy"):
-        PagedCache(model, policy=by_mass)
+        PagedCache(model, policy="accumulated_attention")
     with pytest.raises(ValueError, match="spec: expected one of"):
         PagedCache(model, "int5")
     cache = PagedCache(model, num_blocks=4)

@@ -111,15 +111,15 @@ def small_eviction():
 def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, small_eviction):
     rows = list(eviction_quality.continuation(model, ids, {}, count=3, say=quiet))
     variants = {row["variant"]: row for row in rows}
-    assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.POLICIES) + 4 * 2 + 1 + len(eviction_quality.POLICIES)
+    assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.REGISTRY) + 4 * 2 + 1 + len(eviction_quality.REGISTRY)
     assert {row["tokens"] for row in rows} == {15}
-    assert variants["everything 0%"]["kl"] == 0 and variants["streaming 50%"]["vs_streaming"] == 1
+    assert variants["everything 0%"]["kl"] == 0 and variants["sinks_and_recency 50%"]["vs_streaming"] == 1
     best = eviction_quality.best_at(rows, 0.5)
-    assert best["perplexity"] == min(r["perplexity"] for r in rows if (r["fraction"], r["cache"]) == (0.5, "float32") and r["policy"] != "streaming")
+    assert best["perplexity"] == min(r["perplexity"] for r in rows if (r["fraction"], r["cache"]) == (0.5, "float32") and r["policy"] != "sinks_and_recency")
     assert best["kvpress_best"] is None and best["variant"] in eviction_quality.verdict(best)
-    assert [[row["fraction"] for row in line] for line in eviction_quality.series(rows, False)] == [[0.1, 0.25, 0.5, 0.75]] * 7
-    for policy in eviction_quality.POLICIES:
-        assert 0 < variants[f"{policy} 10%"]["kl"] < variants[f"{policy} 75%"]["kl"]
+    assert [[row["fraction"] for row in line] for line in eviction_quality.series(rows, False)] == [[0.1, 0.25, 0.5, 0.75]] * (len(eviction_quality.REGISTRY) + 2)
+    for policy in eviction_quality.REGISTRY:
+        assert 0 < variants[f"{policy} 10%"]["kl"], policy
 
 
 def test_what_is_evicted_is_what_the_policy_names(model, ids, small_eviction):
@@ -130,8 +130,9 @@ def test_what_is_evicted_is_what_the_policy_names(model, ids, small_eviction):
     kept = {0.0: 64, 0.1: 56, 0.25: 48, 0.5: 32, 0.75: 16}
     assert lengths == [kept[v.fraction] for v in variants[0]]
     assert [by_layer.kv.length(seq, layer=2) for seq in by_layer.seqs[::2]] == [kept[v.fraction] for v in variants[1]]
-    # Streaming at 50 %: the first block and the last seven, which the fork of the whole prompt still shares.
-    whole, streamed = (shared.kv.pools[0].find(shared.seqs[2 * i]).blocks for i in (0, 3))
+    # Sinks and recency at 50 %: the first block and the last seven, which the fork of the whole prompt still shares.
+    at = next(i for i, v in enumerate(variants[0]) if (v.policy, v.fraction) == ("sinks_and_recency", 0.5))
+    whole, streamed = (shared.kv.pools[0].find(shared.seqs[2 * i]).blocks for i in (0, at))
     assert streamed == (whole[0], *whole[9:])
 
 

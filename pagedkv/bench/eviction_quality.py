@@ -15,65 +15,21 @@ from torch import Tensor
 from pagedkv.bench.kvpress_peer import PressCache
 from pagedkv.bench.model_variants import Ensemble, Scores, summaries, teacher_forced, windows, with_interval
 from pagedkv.integrations.transformers import PagedCache
-from pagedkv.ops.eviction import eviction_scores, select_eviction_candidates
+from pagedkv.ops.eviction import select_eviction_candidates
+from pagedkv.policies import REGISTRY
+from pagedkv.policies import policy as find_policy
 
 BLOCK_SIZE = 16
 CONTEXT, SCORED = 768, 48  # tokens of a window: the prompt's, and those scored
-WINDOWS, QUICK_WINDOWS = 12, 2
+WINDOWS, QUICK_WINDOWS = 8, 2
 TOGETHER = 4  # windows in one batch
 WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up
 PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
 FRACTIONS = (0.10, 0.25, 0.50, 0.75)
 INT8_FRACTION = 0.50
 INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some policies look at
-STREAMING = "streaming"  # what the others are compared with
-
-# ------------------------------------------------------------------------------------------------------------------------ policies
-# Worth of each block, float32 `[batch, blocks]`; the lowest goes first.
-
-
-def streaming(cache: PagedCache, table: int) -> Tensor:
-    """Sinks and the most recent (StreamingLLM, Xiao et al., 2024): worth is the place."""
-    total = cache.mass[table].total
-    return torch.arange(total.shape[1], dtype=torch.float32, device=total.device).expand_as(total)
-
-
-def accumulated(cache: PagedCache, table: int) -> Tensor:
-    """Attention of all watched queries together (H2O, Zhang et al., 2023, over SnapKV's window)."""
-    return cache.mass[table].total
-
-
-def last_query(cache: PagedCache, table: int) -> Tensor:
-    """Attention of the last query (TOVA, Oren et al., 2024)."""
-    return cache.mass[table].last
-
-
-def weighted(cache: PagedCache, table: int) -> Tensor:
-    """`pagedkv.eviction_scores` with its default weights: place, share of watched attention above the average, attention."""
-    total = cache.mass[table].total
-    share = total / total.sum(1, keepdim=True)
-    place = streaming(cache, table) / total.shape[1]
-    above = (share > 1 / total.shape[1]).float()
-    columns = [x.flatten().contiguous() for x in (place, above)]
-    mass = (share / share.amax(1, keepdim=True)).flatten()[:, None].contiguous()
-    return eviction_scores(*columns, mass, torch.ones_like(mass, dtype=torch.bool)).view_as(total)
-
-
-def random(cache: PagedCache, table: int) -> Tensor:
-    """No knowledge at all: what a policy has to beat."""
-    total = cache.mass[table].total
-    return torch.rand(total.shape, generator=torch.Generator().manual_seed(table)).to(total.device)
-
-
-POLICIES: dict[str, Callable[[PagedCache, int], Tensor]] = {
-    "streaming": streaming,
-    "accumulated": accumulated,
-    "last_query": last_query,
-    "weighted": weighted,
-    "random": random,
-}
-BY_LAYER = ("accumulated", "last_query")  # also with a choice for each layer; the others' does not depend on it
-
+STREAMING = "sinks_and_recency"  # what the others are compared with
+BY_LAYER = ("accumulated_attention", "last_query_attention")  # also with a choice for each layer
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -93,9 +49,9 @@ class Variant:
 def plan(presses: Sequence[str]) -> list[list[Variant]]:
     """The variants of each member of the ensemble, in its order; the first of all evicts nothing."""
     return [
-        [Variant(None), *(Variant(policy, fraction) for policy in POLICIES for fraction in FRACTIONS)],
+        [Variant(None), *(Variant(policy, fraction) for policy in REGISTRY for fraction in FRACTIONS)],
         [Variant(policy, fraction, choice="layer") for policy in BY_LAYER for fraction in FRACTIONS],
-        [Variant(None, cache="int8"), *(Variant(policy, INT8_FRACTION, "int8") for policy in POLICIES)],
+        [Variant(None, cache="int8"), *(Variant(policy, INT8_FRACTION, "int8") for policy in REGISTRY)],
         [Variant(f"kvpress {press}", fraction, choice="layer and head") for press in presses for fraction in FRACTIONS],
     ]
 
@@ -116,7 +72,7 @@ def part(cache: PagedCache, variants: Sequence[Variant]) -> None:
     choices = {}
     for table in range(len(cache.mass)):
         for policy in dict.fromkeys(v.policy for v in variants if v.policy):
-            choices[table, policy] = POLICIES[policy](cache, table)
+            choices[table, policy] = cache.scores(find_policy(policy), table)
     cache.watch = 0  # nothing more is evicted, so nothing more is asked
     cache.choose([row for _ in variants for row in range(rows)])
     for i, variant in enumerate(variants):
@@ -208,7 +164,7 @@ class Needle:
     length: int
 
 
-NEEDLES = [Needle(i / 9, (1024, 2048, 1024, 1024, 4096, 1024, 2048, 1024, 1024, 2048)[i]) for i in range(10)]
+NEEDLES = [Needle(i / 9, (1024, 1024, 2048, 1024, 1024, 4096, 1024, 2048, 1024, 1024)[i]) for i in range(10)]
 QUICK_NEEDLES = [Needle(0.5, 256)]
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from pagedkv.bench.eviction_quality import accumulated, streaming
 from pagedkv.bench.model_variants import with_interval
 from pagedkv.integrations.transformers import PagedCache
 
@@ -57,12 +56,12 @@ def exact(model, ids: Tensor, lengths: Sequence[int] = PROMPTS, new_tokens: int 
 def lossy() -> dict[str, dict]:
     """Options of `PagedCache` for each way to lose something. A budget is a share of the longest prompt."""
     evicting = {
-        f"{policy.__name__} {1 - share:.0%} evicted": {"policy": policy, "budget": share}
-        for policy in (streaming, accumulated)
+        f"{policy} {1 - share:.0%} evicted": {"policy": policy, "budget": share}
+        for policy in ("sinks_and_recency", "accumulated_attention")
         for share in (0.75, 0.5)
     }
-    int8 = {name: {"spec": name} for name in ("block_head", "k_mean_rotated_block_head")}
-    both = {"accumulated 50% evicted, int8": {"spec": "k_mean_rotated_block_head", "policy": accumulated, "budget": 0.5}}
+    int8 = {name: {"spec": name} for name in ("block_head", "rotated_block_head", "k_mean_rotated_block_head")}
+    both = {"accumulated_attention 50% evicted, int8": {"spec": "rotated_block_head", "policy": "accumulated_attention", "budget": 0.5}}
     return {**int8, **{name: {"spec": "unquantised", **options} for name, options in evicting.items()}, **both}
 
 
@@ -71,7 +70,7 @@ def continued(model, ids: Tensor, want: Tensor, lengths: Sequence[int] = PROMPTS
     inputs = prompts(ids, lengths)
     for name, options in lossy().items():
         if "budget" in options:
-            options = {**options, "budget": round(options["budget"] * max(lengths)), "watch": 32}
+            options = {**options, "budget": round(options["budget"] * max(lengths))}
         got = _greedy(model, inputs, PagedCache(model, **options), new_tokens)
         same = (got == want[:, :new_tokens]).int().cumprod(1).sum(1)
         row = {"what": "continuation", "cache": name, "prompts": len(lengths), "tokens": new_tokens, "each": " ".join(map(str, same.tolist()))}

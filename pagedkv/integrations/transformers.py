@@ -11,7 +11,8 @@ them there, through `pagedkv.quant_paged_attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +24,13 @@ from transformers.masking_utils import sdpa_mask
 from pagedkv.block_mass import BlockMass
 from pagedkv.model_cache import ModelKVCache, Step
 from pagedkv.ops.eviction import select_eviction_candidates
+from pagedkv.policies import Observation, Policy
+from pagedkv.policies import policy as find_policy
 from pagedkv.quant_spec import KVQuantSpec, kv_spec
 
 ATTENTION = "pagedkv"  # the name of the attention in transformers
 _WATCH = 32  # queries of the prompt that say what it attends to, as many as SnapKV's window (Li et al., 2024)
 _HOLDER = "pagedkv_layer"  # attribute of the K that a layer hands to the attention function: the layer itself
-
-Policy = Callable[["PagedCache", int], Tensor]
-
 
 class PagedCache(Cache):
     """A cache for one batch: pass it as `past_key_values`, to `generate` or to the model itself.
@@ -41,10 +41,10 @@ class PagedCache(Cache):
         spec: how K and V are encoded: a `KVQuantSpec` or a name in `pagedkv.quant_spec.KV_SPECS`; `"unquantised"` keeps the model's dtype.
         block_size: tokens of a block, 1 to 256.
         num_blocks: of the pool, in each layer. None: it grows.
-        policy: a function of this cache and a table that scores blocks, float32 `[batch, blocks]`; the lowest goes first. With `budget`.
+        policy: of `pagedkv.policies`, or its name: what scores blocks. The lowest goes first. With `budget`.
         budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor its last. The prompt is read whole.
         watch: the last so many tokens of the prompt, and every later token, add to `mass` what the decode kernel says they attended to. 0:
-            nothing is watched. Default: 32 with a policy, else 0.
+            nothing is watched. Default: 32 with a policy that needs it, else 0.
         evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
 
     Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
@@ -66,7 +66,7 @@ class PagedCache(Cache):
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         budget: int | None = None,
         watch: int | None = None,
         evict_by_layer: bool = False,
@@ -78,8 +78,10 @@ class PagedCache(Cache):
         self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
         self.seqs: list[int] = []  # of each row of the batch
         self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
-        self.policy, self.budget, self.evict_by_layer = policy, budget, evict_by_layer
-        self.watch = (0 if policy is None else _WATCH) if watch is None else watch
+        self.policy = None if policy is None else find_policy(policy)
+        self.budget, self.evict_by_layer = budget, evict_by_layer
+        needed = () if self.policy is None else self.policy.needs
+        self.watch = (_WATCH if "block_mass" in needed or "total_mass" in needed else 0) if watch is None else watch
         self.mass = [BlockMass() for _ in range(len(self.layers) if evict_by_layer else 1)]  # of each table
         self._kv: ModelKVCache | None = None
         self._step: Step | None = None
@@ -139,11 +141,22 @@ class PagedCache(Cache):
         if self.watch:
             self.mass[table].evict(row, logical_blocks)
 
+    def scores(self, policy: Policy, table: int = 0) -> Tensor:
+        """What a policy says of each block of each row: float32 `[batch, blocks]`, where one table serves all layers their mean."""
+        layers = [table] if self.evict_by_layer else range(len(self.layers))
+        tables, lengths = self.kv.tables(self.seqs, table)
+        total, last = (_columns(x / len(layers), tables.shape[1]) if self.watch else None for x in (self.mass[table].total, self.mass[table].last))
+        seen = Observation(tables, lengths, self.block_size, block_mass=last, total_mass=total)
+        if not {"k_cache", "v_cache"} & set(policy.needs):
+            return policy(seen)  # the same in every layer
+        each = [policy(dataclasses.replace(seen, **self.kv.planes[layer].tensors())) for layer in layers]
+        return torch.stack(each).mean(0)
+
     def _keep_to_budget(self, table: int) -> None:
         over = {row: self.kv.length(seq, table) - self.budget for row, seq in enumerate(self.seqs)}
         if all(excess <= 0 for excess in over.values()):
             return
-        scores = self.policy(self, table)
+        scores = self.scores(self.policy, table)
         for row, excess in over.items():
             wanted = -(-excess // self.block_size)
             evictable = range(1, (self.kv.length(self.seqs[row], table) - 1) // self.block_size)  # not the first, not the last
@@ -291,6 +304,11 @@ def _valid(mask: Tensor | None, columns: int) -> Tensor | None:
     own = mask[:, 0].diagonal(mask.shape[-1] - columns, 1, 2)
     valid = own if own.dtype == torch.bool else own == 0
     return None if bool(valid.all()) else valid
+
+
+def _columns(x: Tensor, count: int) -> Tensor:
+    """`x` `[batch, columns]` with so many columns: cut off, or zeros added."""
+    return torch.nn.functional.pad(x, (0, count - x.shape[1])).contiguous()
 
 
 AttentionInterface.register(ATTENTION, paged_attention_forward)
