@@ -16,6 +16,7 @@ from pagedkv.bench.validation.eviction import score_distributions
 from pagedkv.bench.validation.judge import Check, as_float64
 
 _EPS = 2.0**-23
+_CACHES = ("int8_block_head", "float16", "int8_token_head", "float32")
 
 
 def checks(device: torch.device, quick: bool) -> Iterator[Check]:
@@ -85,7 +86,7 @@ def _statistics(device: torch.device, quick: bool) -> Iterator[Check]:
     for case in CASES:
         if case.large or (quick and case.name not in ("plain", "NaN past the end and in unused blocks", "block ids outside the pool")):
             continue
-        for cache in ("int8_block_head", "float16") if quick else ("int8_block_head", "int8_token_head", "float16", "float32"):
+        for cache in [cache for cache in case.caches if cache in (_CACHES[:2] if quick else _CACHES)]:
             p = case.build(device, torch.float32, cache)
             tokens = (p.k_cache, p.k_scale, p.block_tables, p.seq_lens)
             head_dim = p.k_cache.shape[-1]
