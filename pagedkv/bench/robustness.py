@@ -47,8 +47,11 @@ _CACHES = ("int8_block_head", "int8_token_head", "float16", "bfloat16", "float32
 
 
 def workers(device: torch.device) -> int:
-    """Processes that share the random problems: each spends most of its time launching from Python."""
-    return max(1, min(12, len(os.sched_getaffinity(0)) - 2)) if device.type == "cuda" else 1
+    """Processes that share the random problems: each spends most of its time launching from Python; some hold 5 GB."""
+    if device.type != "cuda":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(1, min(12, len(os.sched_getaffinity(0)) - 2, memory // (8 << 30)))
 
 
 # -------------------------------------------------------------------------------------------- the sweep
@@ -335,7 +338,7 @@ def split_rows(device: torch.device) -> Iterator[dict]:
     seen: dict[int, float] = {}
     for kv_heads, tokens in _split_shapes(sms):
         p = problem(device, torch.float16, "int8_block_head", lens=(tokens,), heads=(kv_heads, kv_heads), head_dim=64, spare_blocks=1)
-        (decode,) = [e for e in launches(p.run) if "decode" in e["name"]]
+        decode = next(e for e in launches(p.run) if "decode" in e["name"])
         splits = decode["grid"][1] * decode["grid"][2]
         if splits <= MAX_SPLITS and splits not in seen:
             seen[splits] = fuzz.judge(p)
