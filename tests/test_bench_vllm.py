@@ -46,7 +46,10 @@ def test_the_environment_of_make_vllm_goes_first(monkeypatch, tmp_path):
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(vllm_engine, "find_root", lambda: tmp_path)
-    assert vllm_engine.interpreter() == python
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    assert vllm_engine.interpreter("cpu") == python
+    with pytest.raises(vllm_engine.Absent, match="pip install vllm"):
+        vllm_engine.interpreter("cuda")  # that environment holds vLLM for the CPU
 
 
 class Engine:

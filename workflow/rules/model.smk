@@ -21,3 +21,21 @@ rule model:
     shell:
         "{sys.executable} -m pagedkv.models --out {params.folder} --assets build/downloads"
         " --tokens {params.tokens} {params.named:q} 2>&1 | tee {log}"
+
+
+# vLLM, in an environment of its own (3.4 GB): what an experiment with `engine: true` calls. Where it cannot be had, the log says what stood in the
+# way; `snakemake vllm --forcerun engine` tries again.
+
+
+rule engine:
+    output:
+        "build/engine/status.json",
+    log:
+        "build/engine/log.txt",
+    resources:
+        mem_mb=4000,
+        runtime=30,
+    shell:
+        "if make vllm PYTHON={sys.executable} >{log} 2>&1;"
+        " then echo '{{\"available\": true}}' >{output};"
+        " else echo '{{\"available\": false}}' >{output}; echo 'no vLLM: see {log}' >&2; fi"
