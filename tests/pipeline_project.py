@@ -81,7 +81,7 @@ class Project:
         (root / "pagedkv" / "__init__.py").write_text("")
         (root / "pagedkv" / "evidence").mkdir()
         (root / "pagedkv" / "evidence" / "__init__.py").write_text("")
-        for name in ("ledger", "prose", "record", "report", "root", "tables", "verify"):
+        for name in ("ledger", "prose", "record", "report", "root", "schema", "tables", "verify"):
             shutil.copy(REPOSITORY / "pagedkv" / "evidence" / f"{name}.py", root / "pagedkv" / "evidence")
         (root / "pagedkv" / "models.py").write_text(MODELS)
         config = {
