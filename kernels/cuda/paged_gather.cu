@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) gather(AttentionPa
     __syncthreads();
     for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
       const int token = s * kStepTokens;
-      entries[s - stage] = {__ldg(table + token / int(p.block_size)), token % int(p.block_size), 0.f, 0.f};
+      entries[s - stage] = {uint32_t(__ldg(table + token / int(p.block_size))), uint32_t(token % int(p.block_size)), 0.f, 0.f};
     }
     __syncthreads();
     auto load = [&](int which, int step) {

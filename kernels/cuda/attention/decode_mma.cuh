@@ -1,5 +1,5 @@
 // Decode attention at the memory roof (sm_80 up): KV goes from global memory straight to registers in the layout
-// the tensor cores want, three half-steps deep.
+// the tensor cores want, K a step ahead, V two.
 //
 // A CTA owns one work item (a range of one sequence's tokens) and one KV head; its warps take 16-token steps
 // in turn. A lane is (g, t) = (lane / 4, lane % 4), as in the mma fragments.
@@ -10,7 +10,9 @@
 //        halves; each half of q multiplies all the columns, and a lane adds the two products that are meant.
 //        Twice the products, but half-line reads are bound by L2's request rate at two thirds of the memory's.
 //   q    Rows are the heads of a GQA group, at most 8 of the 16. With an int8 cache the other 8 rows carry what
-//        rounding q to int8 left over (q = s (hi + lo / 254)): 15 bits of q at no extra instruction.
+//        rounding q to int8 left over (q = s (hi + lo / 254)): 15 bits of q at no extra instruction. Where a head's
+//        largest element dwarfs most others, as outlier channels of real models do, those bits are too coarse for the rest:
+//        such a tile takes four heads at a time, and the rows of the other four hold a third and a fourth digit.
 //   S    comes out as (head g; tokens t, 4 + t, 8 + t, 12 + t): exactly the B fragment of the second product if V's
 //        tokens are taken in the same order, so the softmax stays in registers without a shuffle.
 //   V    O^T = V^T P^T: a lane reads 16-byte pieces of its four tokens; a byte permute makes pairs of halves of them.
@@ -19,9 +21,11 @@
 // precision, and most steps need no cross-lane work at all. V's scales enter through a second reference, n,
 // over logit + log2(scale), so that any spread of scales keeps the weights within half precision's range.
 //
-// What limits it is bytes in flight: 16 warps an SM x 3 half-steps x 2 KB. Eight warps with twice the depth were slower on an
-// H200 (a step's own latency shows), prefetching into L2 too (its request rate is the next limit). Short calls are
-// limited by latencies in a row and by instruction fetch: code outside the loop is kept small.
+// What limits it is bytes in flight, 16 warps an SM x 3 half-steps x 2 KB, and the fetching of instructions: the loop is not
+// unrolled, and what a branch of it costs is its registers and its length, taken or not. On an H200, 64 sequences of 8192
+// tokens: 265 us unrolled three times over, so that buffers change roles without being copied; 259 twice; 257 rolled, at a copy
+// that is also V's change of bias. A second product for q's finer digits within the loop: 263. Rings of cp.async in shared
+// memory: 367. Eight warps with twice the depth, and prefetching into L2, were slower too.
 #pragma once
 
 #include <type_traits>
@@ -121,12 +125,47 @@ __device__ inline uint32_t biased_bytes_to_half2(uint32_t word, uint32_t selecto
 
 // ---------------------------------------------------------------------------------------- the query
 
+// A digit's worth is this many of the next's: a remainder of half a unit, in int8.
+constexpr int kDigitBase = 254;
+
+// Two digits resolve 2^-15 of a row's largest element. Gaussian elements lie 2.4 binades below the largest on average, give or
+// take 0.2; a row whose elements lie further than this takes four.
+constexpr float kFineBinades = 3.5f;
+
+constexpr int kFineHeads = kTileHeads / 2;                      // in a turn
+constexpr float kFineWorth = 1.f / (kDigitBase * kDigitBase);  // of the second pair of digits
+
 // The A fragments of q, the same for all the warps: [piece][k-step][lane] of four registers. They stay in shared
 // memory, where a step reads them back without conflicts: 16 registers a lane that the KV buffers need more.
 template <class C>
 struct QueryFragments {
-  uint4 a[C::k_pieces][2][32];
+  using Pieces = uint4[C::k_pieces][2][32];
+  Pieces a;
   float scale[kTileHeads];  // makes a dot product a base-2 logit (but for K's scale)
+  bool fine;                // a head of the tile needs four digits: its heads take two turns
+
+  // Of an int8 cache: the third and fourth digits of all the heads; once `fine` is dealt with, the second turn.
+  Pieces later;
+  float later_scale[kTileHeads];
+
+  // Heads 0 to 3 for the first turn, their finer digits in the rows of heads 4 to 7; these for the second. By all the threads.
+  __device__ void deal() {
+    for (int i = threadIdx.x; i < C::k_pieces * 2 * 16; i += C::threads) {
+      uint4 &coarse = a[0][i / 16][16 + i % 16], &fine_digits = later[0][i / 16][i % 16];
+      const uint4 swapped = coarse;
+      coarse = fine_digits, fine_digits = swapped;
+    }
+    if (threadIdx.x < kFineHeads) {
+      const int h = threadIdx.x;
+      later_scale[h] = scale[kFineHeads + h];
+      scale[kFineHeads + h] = scale[h] * kFineWorth, later_scale[kFineHeads + h] = later_scale[h] * kFineWorth;
+    }
+  }
+
+  __device__ void take_second_turn() {
+    for (int i = threadIdx.x; i < C::k_pieces * 2 * 32; i += C::threads) a[0][i / 32][i % 32] = later[0][i / 32][i % 32];
+    if (threadIdx.x < kTileHeads) scale[threadIdx.x] = later_scale[threadIdx.x];
+  }
 };
 
 template <typename T>
@@ -163,28 +202,39 @@ struct QueryLoad {
       const int g = i / threads_per_head, byte = i % threads_per_head * 8 * C::element_bytes, c = byte / 64, lane = 4 * g + byte % 64 / 16;
       if constexpr (C::quantised) {
         const float2 pairs[4] = {unpack<Q>(raw[n][0]), unpack<Q>(raw[n][1]), unpack<Q>(raw[n][2]), unpack<Q>(raw[n][3])};
-        float peak = 0.f, nan = 0.f;
+        // Bits of |x| order as numbers do, NaN and inf last. `exponents`: their sum over what is not zero, and how many.
+        uint32_t peak_bits = 0, exponents = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          peak = fmaxf(peak, fmaxf(fabsf(pairs[j].x), fabsf(pairs[j].y)));
-          nan += pairs[j].x * 0.f + pairs[j].y * 0.f;  // NaN if anything is not finite
+        for (int j = 0; j < 8; ++j) {
+          const uint32_t bits = __float_as_uint(fabsf(j % 2 ? pairs[j / 2].y : pairs[j / 2].x));
+          peak_bits = max(peak_bits, bits);
+          exponents += bits ? 1u << 16 | bits >> 23 : 0;
         }
 #pragma unroll
         for (int d = 1; d < threads_per_head; d *= 2) {
-          peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
-          nan += __shfl_xor_sync(~0u, nan, d);
+          peak_bits = max(peak_bits, __shfl_xor_sync(~0u, peak_bits, d));
+          exponents += __shfl_xor_sync(~0u, exponents, d);
         }
-        const float inverse = peak > 0.f ? __fdividef(127.f, peak) : 0.f;
-        uint32_t hi[2] = {}, lo[2] = {};
+        const int below_peak = int((exponents >> 16) * (peak_bits >> 23)) - int(exponents & 0xffff);  // binades, over all elements
+        if (below_peak > int(kFineBinades * C::head_dim)) query.fine = true;
+
+        // 127 / peak without leaving float32's range at either end.
+        const float peak = __uint_as_float(peak_bits), lift = peak < 1.f ? 0x1p64f : 0x1p-64f;
+        const float inverse = peak > 0.f ? __fdividef(127.f, peak * lift) : 0.f;
+        uint32_t digits[4][2] = {};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float scaled = (j % 2 ? pairs[j / 2].y : pairs[j / 2].x) * inverse;
-          const int whole = __float2int_rn(scaled), rest = __float2int_rn((scaled - float(whole)) * 254.f);
-          hi[j / 4] |= uint32_t(whole & 0xff) << (j % 4 * 8);
-          lo[j / 4] |= uint32_t(rest & 0xff) << (j % 4 * 8);
+          float rest = (j % 2 ? pairs[j / 2].y : pairs[j / 2].x) * lift * inverse;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int digit = __float2int_rn(rest);
+            digits[k][j / 4] |= uint32_t(digit & 0xff) << (j % 4 * 8);
+            rest = (rest - float(digit)) * float(kDigitBase);
+          }
         }
-        query.a[c][byte % 16 / 8][lane] = {hi[0], lo[0], hi[1], lo[1]};
-        if (i % threads_per_head == 0) query.scale[g] = peak / (127.f * 254.f) * scale + nan;
+        query.a[c][byte % 16 / 8][lane] = {digits[0][0], digits[1][0], digits[0][1], digits[1][1]};
+        query.later[c][byte % 16 / 8][lane] = {digits[2][0], digits[3][0], digits[2][1], digits[3][1]};
+        if (i % threads_per_head == 0) query.scale[g] = peak / (127.f * kDigitBase) * scale + (peak_bits < 0x7f800000 ? 0.f : NAN);
       } else {
         query.a[c][0][lane] = {raw[n][0], 0, raw[n][1], 0};
         query.a[c][1][lane] = {raw[n][2], 0, raw[n][3], 0};
@@ -198,28 +248,34 @@ struct QueryLoad {
 
 // What a step needs to know of its block, staged in shared memory.
 struct alignas(16) StepEntry {
-  int block, token;  // block id; the step's first token within the block
+  uint32_t block, token;  // block id; the step's first token within the block
   float k_scale, v_scale_log2;
 };
 
+// K or V of 16 tokens.
 template <class C>
 struct HalfStep {
   uint32_t r[C::half_step_words];
+
+  // V as it was loaded; int8 is biased by 128 on the way, as `accumulate` wants it.
+  __device__ void take(const HalfStep& loaded) {
+#pragma unroll
+    for (int w = 0; w < C::half_step_words; ++w) r[w] = C::quantised ? loaded.r[w] ^ 0x80808080u : loaded.r[w];
+  }
 };
 
 template <class C>
 struct Pages {
-  const char *k, *v;  // the head's rows, at this lane's piece
-  int64_t k_block, v_block;
-  int k_token, v_token;  // strides, in bytes
-  int k_lane, v_lane;    // this lane's offset within a step
+  const char *k, *v;                             // the head's rows, at this lane's piece
+  uint32_t k_block, v_block, k_token, v_token;   // strides, in bytes
+  uint32_t k_lane, v_lane;                       // this lane's offset within a step
 
   __device__ Pages(const AttentionParams& p, int kv_head, int g, int t) {
     constexpr int e = C::element_bytes;
     k = static_cast<const char*>(p.k_cache) + kv_head * p.k_stride_head * e;
     v = static_cast<const char*>(p.v_cache) + kv_head * p.v_stride_head * e;
-    k_block = p.k_stride_block * e, v_block = p.v_stride_block * e;
-    k_token = int(p.k_stride_token) * e, v_token = int(p.v_stride_token) * e;
+    k_block = uint32_t(p.k_stride_block) * e, v_block = uint32_t(p.v_stride_block) * e;
+    k_token = uint32_t(p.k_stride_token) * e, v_token = uint32_t(p.v_stride_token) * e;
     k_lane = C::whole_lines ? g / 2 * k_token + g % 2 * 64 + 16 * t : g * k_token + 16 * t;
     v_lane = C::token(0, t) * v_token + C::v_piece_bytes * g;
   }
@@ -227,25 +283,25 @@ struct Pages {
   // Whole lines of tokens 4 j + g / 2; or token 8 j + g.
   __device__ void load_k(HalfStep<C>& to, const StepEntry& at) const {
     constexpr int loads = C::half_step_words / 4, per_row = C::whole_lines ? C::k_pieces / 2 : 1, rows = 16 / (loads / per_row);
-    const char* row = k + at.block * k_block + (at.token * k_token + k_lane);
+    const char* row = k + uint64_t(at.block) * k_block + (at.token * k_token + k_lane);
 #pragma unroll
-    for (int j = 0; j < loads / per_row; ++j) {
+    for (int j = 0; j < loads / per_row; ++j, row += rows * k_token) {
 #pragma unroll
-      for (int line = 0; line < per_row; ++line) load_16(&to.r[(j * per_row + line) * 4], row + j * rows * k_token + 128 * line);
+      for (int line = 0; line < per_row; ++line) load_16(&to.r[(j * per_row + line) * 4], row + 128 * line);
     }
   }
 
   __device__ void load_v(HalfStep<C>& to, const StepEntry& at) const {
     constexpr int words = C::v_piece_bytes / 4;
-    const char* row = v + at.block * v_block + (at.token * v_token + v_lane);
+    const char* row = v + uint64_t(at.block) * v_block + (at.token * v_token + v_lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int c = 0; c < C::v_pieces; ++c) {
-        const char* from = row + (C::token(j, 0) - C::token(0, 0)) * v_token + 8 * C::v_piece_bytes * c;
         uint32_t* r = &to.r[(j * C::v_pieces + c) * words];
-        if constexpr (words == 4) load_16(r, from); else load_8(r, from);
+        if constexpr (words == 4) load_16(r, row + 128 * c); else load_8(r, row + 64 * c);
       }
+      if (j < 3) row += (C::token(j + 1, 0) - C::token(j, 0)) * v_token;
     }
   }
 };
@@ -264,7 +320,7 @@ __device__ inline void multiply(Product<C> (&d)[4], uint4 q, uint32_t k0, uint32
 // Column `e` (0 or 1) of a lane's part of a product: the high part's row and the low part's put together.
 template <class C>
 __device__ inline Product<C> column(const Product<C> (&d)[4], int e) {
-  if constexpr (C::quantised) return d[e] * 254 + d[2 + e]; else return d[e];  // at most 256 * 127^2 * 255 < 2^31
+  if constexpr (C::quantised) return d[e] * kDigitBase + d[2 + e]; else return d[e];  // at most 256 * 127^2 * 255 < 2^31
 }
 
 // S = q K^T in base-2 logits, before masking and but for K's scale: s[i] is (head g, token C::token(i, t)).
@@ -296,6 +352,14 @@ __device__ inline void scores(float (&s)[4], const QueryFragments<C>& query, flo
       for (int e = 0; e < 2; ++e) s[2 * j + e] = float(column<C>(d, e)) * query_scale;
     }
   }
+  if constexpr (C::quantised) {
+    if (!query.fine) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[i] += __shfl_down_sync(~0u, s[i], 4 * kFineHeads);
+      if (lane >= 4 * kFineHeads) s[i] = 0.f;
+    }
+  }
 }
 
 // out += V^T P^T. Tile i of a lane: its dims 2 i, 2 i + 1 (rows g, g + 8) x heads 2 t, 2 t + 1.
@@ -307,13 +371,10 @@ __device__ inline void accumulate(float (&out)[C::out_tiles][4], const HalfStep<
   for (int w = 0; w < words; ++w) {
     const uint32_t r[4] = {v.r[w], v.r[words + w], v.r[2 * words + w], v.r[3 * words + w]};
     if constexpr (C::quantised) {
-      uint32_t biased[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) biased[j] = r[j] ^ 0x80808080u;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // dims 4 w + 2 half, + 1
-        const uint32_t early = __byte_perm(biased[0], biased[1], half ? 0x7362 : 0x5140);
-        const uint32_t late = __byte_perm(biased[2], biased[3], half ? 0x7362 : 0x5140);
+        const uint32_t early = __byte_perm(r[0], r[1], half ? 0x7362 : 0x5140);
+        const uint32_t late = __byte_perm(r[2], r[3], half ? 0x7362 : 0x5140);
         const uint32_t a[4] = {biased_bytes_to_half2(early, 0x4140), biased_bytes_to_half2(early, 0x4342),
                                biased_bytes_to_half2(late, 0x4140), biased_bytes_to_half2(late, 0x4342)};
         mma_half<Weight>(out[2 * w + half], a, p0, p1);
@@ -426,22 +487,20 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   const int group = int(p.num_heads) / int(p.num_kv_heads);
   const int tiles_per_group = ceil_div(group, kTileHeads);
   const int kv_head = head_tile / tiles_per_group, first_head = head_tile % tiles_per_group * kTileHeads;
-  const int head0 = kv_head * group + first_head, heads = min(kTileHeads, group - first_head);
+  const int tile_head0 = kv_head * group + first_head, tile_heads = min(kTileHeads, group - first_head);
   __shared__ WorkItem work;
   if (!find_work<C::threads>(plan, p.seq_lens, item, work) && !plan.in_cluster) {  // whose cluster waits for it
-    if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, head0, heads, C::head_dim);
+    if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, tile_head0, tile_heads, C::head_dim);
     return;
   }
   QueryLoad<C> query_load;
-  query_load.issue(p, work.seq, head0, heads);
+  query_load.issue(p, work.seq, tile_head0, tile_heads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   if (head_tile == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
     partials.splits[work.seq] = {work.index - work.split, work.num_splits};
   }
 
   const Pages<C> pages(p, kv_head, g, t);
-  WarpState<C> state;
-  bool bad = work.bad;
   const int32_t* table = p.block_tables + work.seq * p.block_tables_stride;
   const int begin = work.begin, end = work.end;
   const int first_step = begin / kStepTokens, end_step = ceil_div(end, kStepTokens);
@@ -455,215 +514,224 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     return __ldg(scale);
   };
 
-  for (int stage = first_step; stage < end_step; stage += C::stage_steps) {
-    const int stage_end = min(end_step, stage + C::stage_steps);
-    __syncthreads();  // the entries of the stage before have been read
-#pragma unroll 1
-    for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
-      const int token = s * kStepTokens;
-      int block = __ldg(table + token / block_size);
-      if (block < 0 || block >= p.num_blocks) bad = true, block = 0;
-      StepEntry& entry = shared.entries[s - stage];
-      entry.block = block;
-      entry.token = token % block_size;
-    }
-    if (stage == first_step) query_load.store(query, p.sm_scale);
-    __syncthreads();
-
-    int step = stage + warp;
-    HalfStep<C> a, b, c;
-    float token_scale = 0.f, next_token_scale = 0.f;
-    if (step < stage_end) {
-      const StepEntry& entry = shared.entries[step - stage];
-      pages.load_k(a, entry);
-      pages.load_v(b, entry);
-      if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(entry);
-    }
-    if constexpr (C::kind == CacheKind::kInt8BlockHead) {  // while the first pages are on their way
+  if (threadIdx.x == 0) query.fine = false;
+  for (int turn = 0;; ++turn) {  // a second one where q is fine and the tile has more than four heads
+    WarpState<C> state;
+    bool bad = work.bad;
+    int head0 = tile_head0, heads = tile_heads;  // of this turn
+    int stage = first_step;
+    do {  // once even without a token: what `fine` is decides about the turns, which a cluster takes together
+      const int stage_end = min(end_step, stage + C::stage_steps);
+      __syncthreads();  // the entries of the stage before have been read
 #pragma unroll 1
       for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
+        const int token = s * kStepTokens;
+        int block = __ldg(table + token / block_size);
+        if (block < 0 || block >= p.num_blocks) bad = true, block = 0;
         StepEntry& entry = shared.entries[s - stage];
-        entry.k_scale = __ldg(p.k_scale + entry.block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
-        entry.v_scale_log2 = __log2f(__ldg(p.v_scale + entry.block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
+        entry.block = block;
+        entry.token = token % block_size;
       }
+      if (turn == 0 && stage == first_step) query_load.store(query, p.sm_scale);
       __syncthreads();
-    }
-    const float query_scale = query.scale[g];
-
-    // One step: K in `k`, V in `v`; loads the next K into `spare` and the next V where K was.
-    auto advance = [&](HalfStep<C>& k, HalfStep<C>& v, HalfStep<C>& spare) {
-      const int next = step + C::warps;
-      const bool more = next < stage_end;
-      const StepEntry entry = shared.entries[step - stage];
-      const StepEntry next_entry = shared.entries[(more ? next : step) - stage];
-      if (more) {
-        pages.load_k(spare, next_entry);
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(next_entry);
+      if (turn == 0 && stage == first_step && query.fine) {
+        query.deal();
+        __syncthreads();
       }
+      if (query.fine) head0 = tile_head0 + turn * kFineHeads, heads = min(kFineHeads, tile_heads - turn * kFineHeads);
 
-      float x[4];       // base-2 logits
-      float v_log2[4];  // log2 of V's token-head scales; a block-head scale is the step's
-      scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
-      if (more) pages.load_v(k, next_entry);
-      if constexpr (C::kind == CacheKind::kInt8TokenHead) {
-        if (lane >= 16) token_scale = __log2f(token_scale);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
-          v_log2[i] = __shfl_sync(~0u, token_scale, 16 + C::token(i, t));
+      int step = stage + warp;
+      HalfStep<C> k, v;
+      float token_scale = 0.f, next_token_scale = 0.f;
+      if (step < stage_end) {
+        const StepEntry& entry = shared.entries[step - stage];
+        pages.load_k(k, entry);
+        pages.load_v(v, entry);
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(entry);
+      }
+      if constexpr (C::kind == CacheKind::kInt8BlockHead) {  // while the first pages are on their way
+#pragma unroll 1
+        for (int s = stage + threadIdx.x; s < stage_end; s += C::threads) {
+          StepEntry& entry = shared.entries[s - stage];
+          entry.k_scale = __ldg(p.k_scale + entry.block * p.k_scale_stride_block + kv_head * p.k_scale_stride_head);
+          entry.v_scale_log2 = __log2f(__ldg(p.v_scale + entry.block * p.v_scale_stride_block + kv_head * p.v_scale_stride_head));
         }
+        __syncthreads();
       }
-      if (p.logits_soft_cap > 0.f) {
-        const float cap = p.logits_soft_cap * kLog2e, inverse = __fdividef(1.f, cap);
+      const float query_scale = query.scale[g];
+      v.take(v);
+
+#pragma unroll 1
+      while (step < stage_end) {
+        const int next = step + C::warps;
+        const bool more = next < stage_end;
+        const StepEntry entry = shared.entries[step - stage];
+        const StepEntry next_entry = shared.entries[(more ? next : step) - stage];
+        HalfStep<C> next_v;  // sets out first; the next K as soon as this one is done with
+        if (more) {
+          pages.load_v(next_v, next_entry);
+          if constexpr (C::kind == CacheKind::kInt8TokenHead) next_token_scale = load_token_scale(next_entry);
+        }
+
+        float x[4];       // base-2 logits
+        float v_log2[4];  // log2 of V's token-head scales; a block-head scale is the step's
+        scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
+        if (more) pages.load_k(k, next_entry);
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) {
+          if (lane >= 16) token_scale = __log2f(token_scale);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = cap * fast_tanh(x[i] * inverse);
-      }
-      const int token0 = step * kStepTokens;
-      if (token0 < begin || token0 + kStepTokens > end) {  // the first or the last step of the item
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = token0 + C::token(i, t);
-          if (token >= begin && token < end) continue;
-          x[i] = -INFINITY;
-          v_log2[i] = 0.f;  // it may be NaN there
-          if constexpr (!C::quantised) {  // what lies there may be NaN, and 0 * NaN is NaN
-            constexpr int words = C::half_step_words / 4;
-#pragma unroll
-            for (int w = 0; w < words; ++w) v.r[i * words + w] = 0;
+          for (int i = 0; i < 4; ++i) {
+            x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
+            v_log2[i] = __shfl_sync(~0u, token_scale, 16 + C::token(i, t));
           }
         }
-      }
-
-      const float x_max = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-      float y_max = x_max;  // of the logits plus log2 of V's scales
-      if constexpr (C::kind == CacheKind::kInt8BlockHead) y_max += entry.v_scale_log2;
-      if constexpr (C::kind == CacheKind::kInt8TokenHead) y_max = fmaxf(fmaxf(x[0] + v_log2[0], x[1] + v_log2[1]), fmaxf(x[2] + v_log2[2], x[3] + v_log2[3]));
-      if (__any_sync(~0u, x_max > state.m + kReferenceSlack || y_max > state.n + kReferenceSlack)) state.raise(x_max, y_max, t);
-      // Before any token of a head has counted its reference is -inf, and so are all the logits: 0, not NaN.
-      const float m = state.m == -INFINITY ? 0.f : state.m, n = state.n == -INFINITY ? 0.f : state.n;
-      const float from_m_to_n = fast_exp2(fminf(entry.v_scale_log2 + (m - n), 126.f));
-      float weight[4], step_sum = 0.f;
+        if (__builtin_expect(p.logits_soft_cap > 0.f, 0)) {
+          const float cap = p.logits_soft_cap * kLog2e, inverse = __fdividef(1.f, cap);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        weight[i] = fast_exp2(x[i] - m);
-        step_sum += weight[i];
-        if constexpr (C::kind == CacheKind::kInt8BlockHead) weight[i] *= from_m_to_n;
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) weight[i] = fast_exp2(x[i] + (v_log2[i] - n));
-      }
-      state.l += step_sum;
-      if constexpr (C::mass) {
-        step_sum += __shfl_xor_sync(~0u, step_sum, 1);
-        step_sum += __shfl_xor_sync(~0u, step_sum, 2);
-        if (t == 0 && g < heads) {
-          partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + head0 + g] = m + __log2f(step_sum);
+          for (int i = 0; i < 4; ++i) x[i] = cap * fast_tanh(x[i] * inverse);
         }
-      }
-      using Weight = std::conditional_t<C::quantised, __half, typename C::Query>;
-      accumulate(state.out, v, pack<Weight>(weight[0], weight[1]), pack<Weight>(weight[2], weight[3]));
-      token_scale = next_token_scale;
-      step = next;
-    };
-
-    while (true) {  // the three buffers change roles; after three steps they are back
-      if (step >= stage_end) break;
-      advance(a, b, c);
-      if (step >= stage_end) break;
-      advance(c, a, b);
-      if (step >= stage_end) break;
-      advance(b, c, a);
-    }
-  }
-
-  // Merge the warps. Each of them merges the references of all: lane (g, t) starts with warp t of head g.
-  state.l += __shfl_xor_sync(~0u, state.l, 1);
-  state.l += __shfl_xor_sync(~0u, state.l, 2);
-  if (t == 0) warp_m[warp][g] = state.m, warp_n[warp][g] = state.n, warp_l[warp][g] = state.l;
-  bad = __syncthreads_or(bad);
-  static_assert(C::warps == 4);
-  SoftmaxState tokens{warp_m[t][g], warp_l[t][g]};
-  float n = warp_n[t][g];
+        const int token0 = step * kStepTokens;
+        if (__builtin_expect(token0 < begin || token0 + kStepTokens > end, 0)) {  // the first or the last step of the item
 #pragma unroll
-  for (int d = 1; d < 4; d *= 2) {
-    // In the order of the warps for every lane, so that all four lanes hold the same bits.
-    const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
-    tokens = t & d ? merge(other, tokens) : merge(tokens, other);
-    n = fmaxf(n, __shfl_xor_sync(~0u, n, d));
-  }
-  if (bad) tokens = kBadState;
-
-  // From this warp's reference to the common one; from that to m; and, once all the tokens are in, to the output.
-  const float shrink = rescale(state.n, n);
-  const float shrink_even = __shfl_sync(~0u, shrink, 8 * t), shrink_odd = __shfl_sync(~0u, shrink, 8 * t + 4);
-  const bool whole = work.num_splits == 1;
-  float finish = n == -INFINITY ? 1.f : exp2f(n - tokens.m);
-  Normaliser norm{};
-  if (whole) {
-    norm = normaliser(tokens, g < heads ? p.sinks : nullptr, head0 + g);
-    finish *= norm.factor;
-  }
-  const float finish_even = __shfl_sync(~0u, finish, 8 * t), finish_odd = __shfl_sync(~0u, finish, 8 * t + 4);
-
+          for (int i = 0; i < 4; ++i) {
+            const int token = token0 + C::token(i, t);
+            if (token >= begin && token < end) continue;
+            x[i] = -INFINITY;
+            v_log2[i] = 0.f;  // it may be NaN there
+            if constexpr (!C::quantised) {  // what lies there may be NaN, and 0 * NaN is NaN
+              constexpr int words = C::half_step_words / 4;
 #pragma unroll
-  for (int tile0 = 0; tile0 < C::out_tiles; tile0 += kMergeTiles) {
-    if (tile0 > 0) __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kMergeTiles; ++i) {
-      const float(&o)[4] = state.out[tile0 + i];
-      shared.tiles[warp][i][lane] = {o[0] * shrink_even, o[1] * shrink_odd, o[2] * shrink_even, o[3] * shrink_odd};
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = warp; i < kMergeTiles; i += C::warps) {
-      float4 sum = shared.tiles[0][i][lane];
-#pragma unroll
-      for (int w = 1; w < C::warps; ++w) {
-        const float4 o = shared.tiles[w][i][lane];
-        sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
-      }
-      sum = {sum.x * finish_even, sum.y * finish_odd, sum.z * finish_even, sum.w * finish_odd};
-      if (plan.in_cluster) shared.tiles[0][i][lane] = sum;
-      else write_tile<C>(p, partials, work, whole, head0, heads, tile0 + i, g, t, sum);
-    }
-    if (plan.in_cluster) {
-      if (tile0 == 0 && warp == 0 && t == 0) warp_m[0][g] = tokens.m, warp_l[0][g] = tokens.l;
-      cluster_sync();
-      // The state of head g over the cluster: lane t takes rank t.
-      static_assert(kMaxCluster <= 4);
-      SoftmaxState mine;
-      if (t < plan.fixed_splits) mine = {cluster_load(&warp_m[0][g], t), cluster_load(&warp_l[0][g], t)};
-      SoftmaxState all = mine;
-#pragma unroll
-      for (int d = 1; d < 4; d *= 2) {
-        const SoftmaxState other{__shfl_xor_sync(~0u, all.m, d), __shfl_xor_sync(~0u, all.l, d)};
-        all = t & d ? merge(other, all) : merge(all, other);
-      }
-      norm = normaliser(all, g < heads ? p.sinks : nullptr, head0 + g);
-      tokens = all;
-      const float factor = rescale(mine.m, all.m) * norm.factor;
-      // Each CTA adds up and writes its share of the tiles.
-      for (int i = work.split * C::warps + warp; i < kMergeTiles; i += plan.fixed_splits * C::warps) {
-        float4 part[kMaxCluster];
-#pragma unroll
-        for (int r = 0; r < kMaxCluster; ++r) part[r] = r < plan.fixed_splits ? cluster_load(&shared.tiles[0][i][lane], r) : float4{};
-        float4 sum{};
-#pragma unroll
-        for (int r = 0; r < kMaxCluster; ++r) {
-          const float even = __shfl_sync(~0u, factor, 8 * t + r), odd = __shfl_sync(~0u, factor, 8 * t + 4 + r);
-          sum.x += part[r].x * even, sum.y += part[r].y * odd, sum.z += part[r].z * even, sum.w += part[r].w * odd;
+              for (int w = 0; w < words; ++w) v.r[i * words + w] = 0;
+            }
+          }
         }
-        write_tile<C>(p, partials, work, true, head0, heads, tile0 + i, g, t, sum);
+
+        const float x_max = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+        float y_max = x_max;  // of the logits plus log2 of V's scales
+        if constexpr (C::kind == CacheKind::kInt8BlockHead) y_max += entry.v_scale_log2;
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) y_max = fmaxf(fmaxf(x[0] + v_log2[0], x[1] + v_log2[1]), fmaxf(x[2] + v_log2[2], x[3] + v_log2[3]));
+        if (__builtin_expect(__any_sync(~0u, x_max > state.m + kReferenceSlack || y_max > state.n + kReferenceSlack), 0)) state.raise(x_max, y_max, t);
+        // Before any token of a head has counted its reference is -inf, and so are all the logits: 0, not NaN.
+        const float m = state.m == -INFINITY ? 0.f : state.m, n = state.n == -INFINITY ? 0.f : state.n;
+        float weight[4], step_sum = 0.f;
+        float from_m_to_n;
+        if constexpr (C::kind == CacheKind::kInt8BlockHead) from_m_to_n = fast_exp2(fminf(entry.v_scale_log2 + (m - n), 126.f));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          weight[i] = fast_exp2(x[i] - m);
+          step_sum += weight[i];
+          if constexpr (C::kind == CacheKind::kInt8BlockHead) weight[i] *= from_m_to_n;
+          if constexpr (C::kind == CacheKind::kInt8TokenHead) weight[i] = fast_exp2(x[i] + (v_log2[i] - n));
+        }
+        state.l += step_sum;
+        if constexpr (C::mass) {
+          step_sum += __shfl_xor_sync(~0u, step_sum, 1);
+          step_sum += __shfl_xor_sync(~0u, step_sum, 2);
+          if (t == 0 && g < heads) {
+            partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + head0 + g] = m + __log2f(step_sum);
+          }
+        }
+        using Weight = std::conditional_t<C::quantised, __half, typename C::Query>;
+        accumulate(state.out, v, pack<Weight>(weight[0], weight[1]), pack<Weight>(weight[2], weight[3]));
+        v.take(next_v);
+        token_scale = next_token_scale;
+        step = next;
       }
-      cluster_sync();  // nobody leaves or overwrites while another still reads
+    } while ((stage += C::stage_steps) < end_step);
+
+    // Merge the warps. Each of them merges the references of all: lane (g, t) starts with warp t of head g.
+    state.l += __shfl_xor_sync(~0u, state.l, 1);
+    state.l += __shfl_xor_sync(~0u, state.l, 2);
+    if (t == 0) warp_m[warp][g] = state.m, warp_n[warp][g] = state.n, warp_l[warp][g] = state.l;
+    bad = __syncthreads_or(bad);
+    static_assert(C::warps == 4);
+    SoftmaxState tokens{warp_m[t][g], warp_l[t][g]};
+    float n = warp_n[t][g];
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+      // In the order of the warps for every lane, so that all four lanes hold the same bits.
+      const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
+      tokens = t & d ? merge(other, tokens) : merge(tokens, other);
+      n = fmaxf(n, __shfl_xor_sync(~0u, n, d));
     }
-  }
-  if (warp == 0 && t == 0 && g < heads) {
-    const int64_t row = int64_t(work.seq) * p.num_heads + head0 + g, at = int64_t(work.index) * p.num_heads + head0 + g;
-    if (whole || plan.in_cluster) {
-      if (p.lse && work.split == 0) p.lse[row] = norm.lse;
-      if constexpr (C::mass) partials.totals[row] = tokens;
-    } else {
-      partials.m[at] = tokens.m, partials.l[at] = tokens.l;
+    if (bad) tokens = kBadState;
+
+    // From this warp's reference to the common one; from that to m; and, once all the tokens are in, to the output.
+    const float shrink = rescale(state.n, n);
+    const float shrink_even = __shfl_sync(~0u, shrink, 8 * t), shrink_odd = __shfl_sync(~0u, shrink, 8 * t + 4);
+    const bool whole = work.num_splits == 1;
+    float finish = n == -INFINITY ? 1.f : exp2f(n - tokens.m);
+    Normaliser norm{};
+    if (whole) {
+      norm = normaliser(tokens, g < heads ? p.sinks : nullptr, head0 + g);
+      finish *= norm.factor;
     }
+    const float finish_even = __shfl_sync(~0u, finish, 8 * t), finish_odd = __shfl_sync(~0u, finish, 8 * t + 4);
+
+#pragma unroll
+    for (int tile0 = 0; tile0 < C::out_tiles; tile0 += kMergeTiles) {
+      if (tile0 > 0) __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kMergeTiles; ++i) {
+        const float(&o)[4] = state.out[tile0 + i];
+        shared.tiles[warp][i][lane] = {o[0] * shrink_even, o[1] * shrink_odd, o[2] * shrink_even, o[3] * shrink_odd};
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = warp; i < kMergeTiles; i += C::warps) {
+        float4 sum = shared.tiles[0][i][lane];
+#pragma unroll
+        for (int w = 1; w < C::warps; ++w) {
+          const float4 o = shared.tiles[w][i][lane];
+          sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
+        }
+        sum = {sum.x * finish_even, sum.y * finish_odd, sum.z * finish_even, sum.w * finish_odd};
+        if (plan.in_cluster) shared.tiles[0][i][lane] = sum;
+        else write_tile<C>(p, partials, work, whole, head0, heads, tile0 + i, g, t, sum);
+      }
+      if (plan.in_cluster) {
+        if (tile0 == 0 && warp == 0 && t == 0) warp_m[0][g] = tokens.m, warp_l[0][g] = tokens.l;
+        cluster_sync();
+        // The state of head g over the cluster: lane t takes rank t.
+        static_assert(kMaxCluster <= 4);
+        SoftmaxState mine;
+        if (t < plan.fixed_splits) mine = {cluster_load(&warp_m[0][g], t), cluster_load(&warp_l[0][g], t)};
+        SoftmaxState all = mine;
+#pragma unroll
+        for (int d = 1; d < 4; d *= 2) {
+          const SoftmaxState other{__shfl_xor_sync(~0u, all.m, d), __shfl_xor_sync(~0u, all.l, d)};
+          all = t & d ? merge(other, all) : merge(all, other);
+        }
+        norm = normaliser(all, g < heads ? p.sinks : nullptr, head0 + g);
+        tokens = all;
+        const float factor = rescale(mine.m, all.m) * norm.factor;
+        // Each CTA adds up and writes its share of the tiles.
+        for (int i = work.split * C::warps + warp; i < kMergeTiles; i += plan.fixed_splits * C::warps) {
+          float4 part[kMaxCluster];
+#pragma unroll
+          for (int r = 0; r < kMaxCluster; ++r) part[r] = r < plan.fixed_splits ? cluster_load(&shared.tiles[0][i][lane], r) : float4{};
+          float4 sum{};
+#pragma unroll
+          for (int r = 0; r < kMaxCluster; ++r) {
+            const float even = __shfl_sync(~0u, factor, 8 * t + r), odd = __shfl_sync(~0u, factor, 8 * t + 4 + r);
+            sum.x += part[r].x * even, sum.y += part[r].y * odd, sum.z += part[r].z * even, sum.w += part[r].w * odd;
+          }
+          write_tile<C>(p, partials, work, true, head0, heads, tile0 + i, g, t, sum);
+        }
+        cluster_sync();  // nobody leaves or overwrites while another still reads
+      }
+    }
+    if (warp == 0 && t == 0 && g < heads) {
+      const int64_t row = int64_t(work.seq) * p.num_heads + head0 + g, at = int64_t(work.index) * p.num_heads + head0 + g;
+      if (whole || plan.in_cluster) {
+        if (p.lse && work.split == 0) p.lse[row] = norm.lse;
+        if constexpr (C::mass) partials.totals[row] = tokens;
+      } else {
+        partials.m[at] = tokens.m, partials.l[at] = tokens.l;
+      }
+    }
+    if (!query.fine || (turn + 1) * kFineHeads >= tile_heads) break;
+    query.take_second_turn();
   }
 }
 

@@ -112,7 +112,8 @@ inline bool fits_mma(const AttentionParams& p) {
          rows_aligned_16(p.q, p.q_stride_seq, p.q_stride_head, 0, 2) &&
          rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
          rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes) &&
-         p.k_stride_token * bytes < (1 << 24) && p.v_stride_token * bytes < (1 << 24);  // 32-bit offsets within a step
+         p.k_stride_token * bytes < (1 << 24) && p.v_stride_token * bytes < (1 << 24) &&  // 32-bit offsets within a block
+         p.k_stride_block * bytes < INT_MAX && p.v_stride_block * bytes < INT_MAX;        // and factors of a block id
 }
 
 // Calls `use` with the DecodeConfig that serves p.
