@@ -72,7 +72,8 @@ pagedkv::AttentionParams paged_params(const Tensor& q, const Tensor& k_cache, co
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k_cache, const Tensor* k_scale, const Tensor& v_cache,
                                              const Tensor* v_scale, const Tensor& block_tables, const Tensor& seq_lens,
                                              double sm_scale, optional<int64_t> sliding_window, optional<double> logits_soft_cap,
-                                             const optional<Tensor>& sinks, bool return_lse, bool return_block_mass) {
+                                             const optional<Tensor>& sinks, bool return_lse, bool return_block_mass,
+                                             bool rotated) {
   Launch launch(q);
   const auto floats = q.options().dtype(at::kFloat);
   Tensor out = at::empty(q.sizes(), q.options());
@@ -91,6 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k_ca
   p.sliding_window = sliding_window.value_or(0);
   p.logits_soft_cap = static_cast<float>(logits_soft_cap.value_or(0.0));
   p.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  p.rotated = rotated;
   p.out = out.mutable_data_ptr();
   p.lse = return_lse ? lse.mutable_data_ptr<float>() : nullptr;
   p.block_mass = return_block_mass ? mass.mutable_data_ptr<float>() : nullptr;
@@ -111,17 +113,18 @@ std::tuple<Tensor, Tensor, Tensor> quant_paged_attention(const Tensor& q, const 
                                                          const Tensor& v_cache, const Tensor& v_scale, const Tensor& block_tables,
                                                          const Tensor& seq_lens, double sm_scale, optional<int64_t> sliding_window,
                                                          optional<double> logits_soft_cap, const optional<Tensor>& sinks,
-                                                         bool return_lse, bool return_block_mass) {
+                                                         bool return_lse, bool return_block_mass, bool rotated) {
   return attention(q, k_cache, &k_scale, v_cache, &v_scale, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap,
-                   sinks, return_lse, return_block_mass);
+                   sinks, return_lse, return_block_mass, rotated);
 }
 
 std::tuple<Tensor, Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                                    const Tensor& block_tables, const Tensor& seq_lens, double sm_scale,
                                                    optional<int64_t> sliding_window, optional<double> logits_soft_cap,
-                                                   const optional<Tensor>& sinks, bool return_lse, bool return_block_mass) {
+                                                   const optional<Tensor>& sinks, bool return_lse, bool return_block_mass,
+                                                   bool rotated) {
   return attention(q, k_cache, nullptr, v_cache, nullptr, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap,
-                   sinks, return_lse, return_block_mass);
+                   sinks, return_lse, return_block_mass, rotated);
 }
 
 #ifdef PAGEDKV_CUDA
@@ -293,7 +296,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_statistics(const Tensor& cache, const
 
 // ------------------------------------------------------------------------------------- quantisation
 
-std::tuple<Tensor, Tensor> quantize_kv(const Tensor& kv, c10::string_view granularity) {
+std::tuple<Tensor, Tensor> quantize_kv(const Tensor& kv, c10::string_view granularity, bool rotated) {
   Launch launch(kv);
   const bool token_head = granularity == "token_head";
   Tensor q = at::empty(kv.sizes(), kv.options().dtype(at::kChar));
@@ -301,7 +304,7 @@ std::tuple<Tensor, Tensor> quantize_kv(const Tensor& kv, c10::string_view granul
                            kv.options().dtype(at::kFloat));
   if (q.numel() > 0) {
     pagedkv::quantize_kv({kv.const_data_ptr(), dtype_of(kv), kv.stride(0), kv.stride(1), kv.stride(2), kv.size(0), kv.size(1),
-                          kv.size(2), kv.size(3), token_head, q.mutable_data_ptr<int8_t>(), scale.mutable_data_ptr<float>()},
+                          kv.size(2), kv.size(3), token_head, rotated, q.mutable_data_ptr<int8_t>(), scale.mutable_data_ptr<float>()},
                          launch.stream);
   }
   return {q, scale};
@@ -320,7 +323,7 @@ Tensor dequantize_kv(const Tensor& q, const Tensor& scale) {
 }
 
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor k_cache, Tensor k_scale, Tensor v_cache, Tensor v_scale,
-                       const Tensor& slot_mapping) {
+                       const Tensor& slot_mapping, bool rotated) {
   Launch launch(key);
   if (key.numel() == 0) return;
   pagedkv::CacheWriteParams p{};
@@ -336,6 +339,7 @@ void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor k_cache, T
   p.k_scale_stride_block = ks.block, p.k_scale_stride_token = ks.token, p.k_scale_stride_head = ks.head;
   p.v_scale_stride_block = vs.block, p.v_scale_stride_token = vs.token, p.v_scale_stride_head = vs.head;
   p.token_head = k_scale.dim() == 3;
+  p.rotated = rotated;
   p.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
   p.num_tokens = key.size(0), p.num_kv_heads = key.size(1), p.head_dim = key.size(2);
   p.num_blocks = k_cache.size(0), p.block_size = k_cache.size(1);
@@ -361,7 +365,7 @@ PAGEDKV_DEFINE(PAGEDKV_LIBRARY, m) {
   m.def("channel_statistics", &channel_statistics);
   m.def("quantize_kv", &quantize_kv);
   m.def("dequantize_kv", &dequantize_kv);
-  m.def("reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) k_scale, Tensor(c!) v_cache, Tensor(d!) v_scale, Tensor slot_mapping) -> ()", &reshape_and_cache);
+  m.def("reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) k_scale, Tensor(c!) v_cache, Tensor(d!) v_scale, Tensor slot_mapping, bool rotated) -> ()", &reshape_and_cache);
   m.def("instruction_set", &instruction_set);
 #ifdef PAGEDKV_CUDA
   m.def("paged_gather(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, Tensor(a!) checksum) -> ()", &paged_gather);

@@ -49,6 +49,7 @@ struct AttentionParams {
   int64_t sliding_window;  // attend to the last `sliding_window` tokens; 0: to all
   float logits_soft_cap;   // cap * tanh(logit / cap); 0: none
   const float* sinks;      // [num_heads], a logit that joins the softmax denominator only; or null
+  bool rotated;            // K and V are stored rotated (hadamard.h): so is q before the logits, and the output in the end
 
   void* out;          // [num_seqs, num_heads, head_dim], q_dtype, contiguous
   float* lse;         // [num_seqs, num_heads], natural log of the whole denominator, sink included; or null
@@ -171,6 +172,7 @@ struct QuantizeParams {
   int64_t stride_block, stride_token, stride_head;
   int64_t num_blocks, block_size, num_kv_heads, head_dim;
   bool token_head;
+  bool rotated;  // rotate over head_dim first (hadamard.h)
   int8_t* q;     // contiguous, shaped like kv
   float* scale;  // contiguous, [num_blocks, num_kv_heads] or [num_blocks, block_size, num_kv_heads]
 };
@@ -198,6 +200,7 @@ struct CacheWriteParams {
   int64_t k_scale_stride_block, k_scale_stride_token, k_scale_stride_head;
   int64_t v_scale_stride_block, v_scale_stride_token, v_scale_stride_head;
   bool token_head;
+  bool rotated;  // rotate key and value over head_dim first (hadamard.h)
   const int64_t* slot_mapping;  // [num_tokens]; negative: skip; past the pool: skip
   int64_t num_tokens, num_kv_heads, head_dim, num_blocks, block_size;
 };

@@ -8,6 +8,7 @@ from torch import Tensor
 from pagedkv.ops import checks
 from pagedkv.ops.attention import paged_attention, quant_paged_attention
 from pagedkv.ops.cache import reshape_and_cache
+from pagedkv.ops.rotation import hadamard_transform
 from pagedkv.quant_spec import KVQuantSpec, kv_spec, logit_shift
 
 
@@ -81,13 +82,14 @@ class KVPlanes:
             slots: int64 `[num_tokens]`, `block * block_size + offset`.
             k_means: what the spec takes out of K, float32 `[num_tokens, num_kv_heads, head_dim]`; None where it takes out nothing.
         """
-        key, value = self.spec.encode_key(key, k_means), self.spec.encode_value(value)
+        if k_means is not None:
+            key, value = key.float() - k_means, value.float()  # float32, so that the encoding's rounding is the only one
         if self.spec.quantised:
             # Each block is first written at offset 0, which rids it of its former owner's scale.
-            reshape_and_cache(key, value.to(key.dtype), self._k, self._k_scale, self._v, self._v_scale, slots)
+            reshape_and_cache(key, value, self._k, self._k_scale, self._v, self._v_scale, slots, rotated=self.spec.rotate)
         else:
-            self._k.flatten(0, 1)[slots] = key.to(self.dtype)
-            self._v.flatten(0, 1)[slots] = value.to(self.dtype)
+            for x, pool in ((key, self._k), (value, self._v)):
+                pool.flatten(0, 1)[slots] = (hadamard_transform(x) if self.spec.rotate else x).to(self.dtype)
 
     def attend(
         self,
@@ -116,7 +118,7 @@ class KVPlanes:
             checks.tensors(sinks=sinks)
             checks.tensor("sinks", sinks, checks.FLOAT32, (q.shape[1],), self.device)
         results = (quant_paged_attention if self.spec.quantised else paged_attention)(
-            self.spec.transform_query(q),
+            q,
             *self.tensors().values(),
             block_tables,
             seq_lens,
@@ -127,9 +129,9 @@ class KVPlanes:
             sinks=None if shifted else sinks,
             return_lse=return_lse or (shifted and sinks is not None),
             return_block_mass=return_block_mass,
+            rotated=self.spec.rotate,
         )
         out, *more = results if isinstance(results, tuple) else (results,)
-        out = self.spec.restore_output(out)
         if shifted and len(q) and (return_lse or sinks is not None):
             out, more[0] = _shift_back(out, more[0], logit_shift(q, k_means, sm_scale), sinks)
             more = more if return_lse else more[1:]

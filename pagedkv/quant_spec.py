@@ -1,4 +1,4 @@
-"""How a KV cache is encoded, as one value: what is done to K, V and q before the kernels, and undone after them.
+"""How a KV cache is encoded, as one value. The cache write applies it and attention undoes it; no other code needs to know.
 
 Two exact identities carry it. `H` orthonormal: `(H q) . (H k) = q . k`, and `sum_t p_t (H v_t) = H sum_t p_t v_t`. `m` one vector
 per (sequence, KV head): `q . (k - m) = q . k - q . m`, the same for all tokens, which a softmax does not see. A rotation
@@ -25,7 +25,7 @@ class KVQuantSpec:
     Args:
         granularity: what shares a scale, `"block_head"` or `"token_head"` (see `pagedkv.quantize_kv`). None: nothing is
             quantised, the cache is of a floating dtype.
-        rotate: K, V and q are multiplied by `hadamard_transform` over head_dim, the output by its inverse.
+        rotate: K and V are stored multiplied by the Hadamard matrix over head_dim (`rotated` of the ops; see `hadamard_transform`).
         subtract_k_mean: a constant per (sequence, KV head), which the caller supplies when it allocates the sequence, is taken
             out of K. Logits shift by `logit_shift`; so the output is the same, and what depends on the logits
             themselves (lse, sinks) has to be shifted back. A soft cap is not compatible: it does not commute with a shift.
@@ -48,38 +48,6 @@ class KVQuantSpec:
     @property
     def quantised(self) -> bool:
         return self.granularity is not None
-
-    def encode_key(self, key: Tensor, k_mean: Tensor | None = None) -> Tensor:
-        """What is to be written for `key`.
-
-        Args:
-            key: floating `[..., num_kv_heads, head_dim]`.
-            k_mean: broadcasts against `key`; given exactly where the spec subtracts it.
-
-        Returns:
-            Like `key`; float32 where the spec changes a value, so that the encoding's rounding is the only one.
-        """
-        if (k_mean is not None) != self.subtract_k_mean:
-            raise ValueError(f"k_mean: expected {'a tensor' if self.subtract_k_mean else 'None'} with {self}, got {_kind(k_mean)}")
-        if k_mean is not None:
-            key = key.float() - k_mean
-        return hadamard_transform(key) if self.rotate else key
-
-    def encode_value(self, value: Tensor) -> Tensor:
-        """What is to be written for `value`, floating `[..., num_kv_heads, head_dim]`; float32 if rotated."""
-        return hadamard_transform(value) if self.rotate else value
-
-    def transform_query(self, q: Tensor) -> Tensor:
-        """The query that the encoded K expects, like `q` `[..., num_heads, head_dim]`.
-
-        Rotated in float32 and rounded to q's dtype once. An element grows to at most sqrt(head_dim) times the largest: a float16
-        query near that dtype's limit overflows.
-        """
-        return hadamard_transform(q).to(q.dtype) if self.rotate else q
-
-    def restore_output(self, out: Tensor) -> Tensor:
-        """Attention's output over the encoded V, as it is over V itself; like `out` `[..., num_heads, head_dim]`."""
-        return hadamard_transform(out).to(out.dtype) if self.rotate else out
 
     def bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float16) -> int:
         """Bytes of one block of K and of V, scales included. `dtype` is that of an unquantised cache."""
@@ -118,33 +86,6 @@ def kv_spec(spec: str | KVQuantSpec) -> KVQuantSpec:
     return KV_SPECS[spec]
 
 
-def hadamard_transform(x: Tensor) -> Tensor:
-    """Multiply the last dimension by the orthonormal block-diagonal Hadamard matrix: its own inverse.
-
-    The blocks have the size of the largest power of two that divides the dimension (128: one block; 80: five of 16; odd: the
-    identity), Sylvester's order. Butterflies, `n log n` a row. In float32 (float64 stays); the factor goes first, so that nothing
-    overflows that does not in the result. A NaN or inf spreads over its block.
-
-    Args:
-        x: floating `[..., n]`.
-
-    Returns:
-        float32 (float64 for float64), contiguous, same shape.
-    """
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x: expected a last dimension of at least 1, got shape {list(x.shape)}")
-    size = x.shape[-1] & -x.shape[-1]
-    y = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous() * size**-0.5
-    half = 1
-    while half < size:
-        pairs = y.view(-1, 2, half) if y.numel() else y.view(0, 2, half)
-        y = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), dim=1)
-        half *= 2
-    return y.view(x.shape)
-
-
 def logit_shift(q: Tensor, k_mean: Tensor, sm_scale: float) -> Tensor:
     """What a subtracted K mean took from every logit: `sm_scale * q . k_mean`, float32 `[num_seqs, num_heads]`.
 
@@ -155,7 +96,3 @@ def logit_shift(q: Tensor, k_mean: Tensor, sm_scale: float) -> Tensor:
     num_seqs, num_heads, head_dim = q.shape
     grouped = q.float().reshape(num_seqs, k_mean.shape[1], num_heads // k_mean.shape[1], head_dim)
     return sm_scale * (grouped * k_mean[:, :, None]).sum(-1).view(num_seqs, num_heads)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

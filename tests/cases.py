@@ -105,6 +105,7 @@ def decode(
     sinks: bool | Tensor = False,
     magnitude: float = 1.0,
     spare_blocks: int = 3,
+    rotated: bool = False,
     seed: int = 0,
 ) -> Decode:
     """Sequences of the given lengths, each in blocks of its own, in random order in the pool.
@@ -142,7 +143,7 @@ def decode(
     k, v = interleaved(k, v) if interleave else (in_layout(k, layout), in_layout(v, layout))
 
     q = torch.randn(len(lengths), heads, head_dim, generator=rng).to(dtype)
-    options = {"sliding_window": window, "logits_soft_cap": cap}
+    options = {"sliding_window": window, "logits_soft_cap": cap, "rotated": rotated}
     if sinks is True:
         sinks = torch.randn(heads, generator=rng) * 2
     options["sinks"] = sinks.to(device) if isinstance(sinks, Tensor) else None

@@ -232,11 +232,18 @@ def test_attention_options_out_of_range(call, op, name, value, error):
         ("sinks", [0.0]),
         ("return_lse", 1),
         ("return_block_mass", None),
+        ("rotated", 1),
     ],
 )
 def test_attention_options_of_another_type(op, name, value):
     with pytest.raises(TypeError, match=f"^{name}: expected "):
         getattr(pagedkv, op)(**{**valid(op), name: value})
+
+
+@pytest.mark.parametrize("op", ["quantize_kv", "reshape_and_cache"])
+def test_rotated(op):
+    with pytest.raises(TypeError, match=r"^rotated: expected a bool, got str"):
+        getattr(pagedkv, op)(**valid(op), rotated="yes")
 
 
 @pytest.mark.parametrize("op", ["select_eviction_candidates", "evict_blocks"])

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pagedkv
 from pagedkv import KVCacheFull, KVQuantSpec, PagedKVCache
+from pagedkv.ops.rotation import hadamard_transform
 from pagedkv.quant_spec import KV_SPECS
 
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 10, 3, 2, 4, 8
@@ -235,7 +236,9 @@ class Machine(RuleBasedStateMachine):
         bounds = [0.0, 0.0]
         for block in sequence.blocks:
             key, value = (torch.stack(x) for x in zip(*block.tokens, strict=True))
-            encoded = self.spec.encode_key(key, sequence.mean), self.spec.encode_value(value)
+            encoded = (key - sequence.mean if self.spec.subtract_k_mean else key), value
+            if self.spec.rotate:
+                encoded = map(hadamard_transform, encoded)
             roundings = block.writes if self.spec.granularity == "block_head" else 1
             for i, x in enumerate(encoded):
                 bounds[i] = max(bounds[i], roundings * float(x.abs().max()) / 127 / 2 * 1.0001)

@@ -24,18 +24,21 @@ def examples(op: str, device) -> list[tuple[tuple, dict]]:
     if op in ("quant_paged_attention", "paged_attention"):
         caches = ("block_head", "token_head") if op == "quant_paged_attention" else ("float16", "float32")
         cases = [decode(device, cache=caches[0]), decode(device, cache=caches[1], layout="sliced", window=9, cap=5.0, sinks=True)]
-        flags = ({"return_lse": True, "return_block_mass": True}, {"return_lse": True}, {})
+        flags = ({"return_lse": True, "return_block_mass": True}, {"return_lse": True}, {"rotated": True}, {})
         return [(case.arguments, {**case.options, **flag}) for case in cases for flag in flags]
     if op in ("quantize_kv", "dequantize_kv"):
         kv = torch.randn(3, 5, 2, 24, device=device)
         encoded = [(kv, granularity) for granularity in ("block_head", "token_head")]
-        return [(e if op == "quantize_kv" else torch.ops.pagedkv.quantize_kv(*e), {}) for e in encoded]
+        if op == "dequantize_kv":
+            return [(torch.ops.pagedkv.quantize_kv(*e), {}) for e in encoded]
+        return [(e, {"rotated": rotated}) for e in encoded for rotated in (False, True)]
     if op == "reshape_and_cache":
         k, v = (torch.zeros(3, 4, 2, 16, dtype=torch.int8, device=device) for _ in range(2))
         new = torch.randn(5, 2, 16, device=device)
         slots = torch.tensor([0, 1, 9, -1, 2], device=device)
         shapes = ((3, 2), (3, 4, 2))
-        return [((new, new * 2, k, torch.ones(s, device=device), v, torch.ones(s, device=device), slots), {}) for s in shapes]
+        scales = [[torch.ones(s, device=device) for _ in range(2)] for s in shapes]
+        return [((new, new * 2, k, ks, v, vs, slots), {"rotated": r}) for ks, vs in scales for r in (False, True)]
     if op == "merge_attention_states":
         state = torch.randn(3, 2, 8, device=device), torch.randn(3, 2, device=device)
         return [((*state, *state), {})]

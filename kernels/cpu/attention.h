@@ -26,18 +26,20 @@
 
 #include "attention_plan.h"
 #include "attention_tile.h"
+#include "hadamard.h"
 #include "online_softmax.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace pagedkv {
 
-// A row of q as float32.
+// A row of q as float32, rotated if K is.
 inline void load_query_row(const AttentionParams& p, int64_t seq, int64_t head, float* row) {
   dispatch_float(p.q_dtype, [&](auto type) {
     const auto* q = static_cast<const decltype(type)*>(p.q) + seq * p.q_stride_seq + head * p.q_stride_head;
     for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) simd::store(row + d, simd::load(q + d));
   });
+  if (p.rotated) hadamard_transform(row, p.head_dim);
 }
 
 template <class Kernel>
@@ -139,6 +141,7 @@ void merge_splits(const AttentionParams& p, const AttentionPlan& plan, const Par
     }
     m = rescale(m, tokens.m) / tokens.l;
   }
+  if (p.rotated) hadamard_transform(sum, p.head_dim);
   for (int64_t d = 0; d < p.head_dim; d += simd::kLanes) simd::store(out + d, simd::load(sum + d));
 }
 

@@ -3,7 +3,9 @@
 // Tokens are sorted by slot (stably, so the last of two tokens for one slot is written last), which brings
 // those of a block together; a thread then owns a block, and no result depends on their number.
 #include <algorithm>
+#include <vector>
 
+#include "hadamard.h"
 #include "parallel.h"
 #include "quantize.h"
 
@@ -24,13 +26,12 @@ struct Plane {
   int64_t scale_stride_block, scale_stride_token, scale_stride_head;
 };
 
-// The writes [begin, end) that go to one head of one block.
-template <class T>
+// The writes [begin, end) that go to one head of one block; `source(w)` is the row to write.
+template <class Source>
 class BlockHead {
  public:
-  BlockHead(const CacheWriteParams& p, const Plane& plane, int64_t head, const Write* begin, const Write* end)
-      : p_(p), plane_(plane), begin_(begin), end_(end), block_(begin->slot / p.block_size) {
-    source_ = static_cast<const T*>(plane.source) + head * plane.source_stride_head;
+  BlockHead(const CacheWriteParams& p, const Plane& plane, int64_t head, const Write* begin, const Write* end, const Source& source)
+      : p_(p), plane_(plane), begin_(begin), end_(end), source_(source), block_(begin->slot / p.block_size) {
     cache_ = plane.cache + block_ * plane.stride_block + head * plane.stride_head;
     scale_ = plane.scale + block_ * plane.scale_stride_block + head * plane.scale_stride_head;
   }
@@ -38,18 +39,18 @@ class BlockHead {
   void write_with_token_scales() {
     for (const Write* w = begin_; w != end_; ++w) {
       MaxAbs max_abs;
-      max_abs.add(source(w), p_.head_dim);
+      max_abs.add(source_(w), p_.head_dim);
       const float scale = scale_for(max_abs.value());
       float* stored = scale_ + offset(w) * plane_.scale_stride_token;
       *stored = scale == 0.0f ? 1.0f : scale;
-      encode_row(source(w), *stored, row(offset(w)), p_.head_dim);
+      encode_row(source_(w), *stored, row(offset(w)), p_.head_dim);
     }
   }
 
   // The scale only grows, until a token at offset 0 starts the block afresh; what the block holds follows it.
   void write_with_block_scale() {
     MaxAbs max_abs;
-    for (const Write* w = begin_; w != end_; ++w) max_abs.add(source(w), p_.head_dim);
+    for (const Write* w = begin_; w != end_; ++w) max_abs.add(source_(w), p_.head_dim);
     const float needed = scale_for(max_abs.value());
     const float held = held_scale();
     float scale = std::isnan(held) || std::isnan(needed) ? NAN : std::max(held, needed);
@@ -61,12 +62,11 @@ class BlockHead {
       for (int64_t t = 0; t < p_.block_size; ++t) reencode_row(row(t), held, scale, p_.head_dim);
     }
     *scale_ = scale;
-    for (const Write* w = begin_; w != end_; ++w) encode_row(source(w), scale, row(offset(w)), p_.head_dim);
+    for (const Write* w = begin_; w != end_; ++w) encode_row(source_(w), scale, row(offset(w)), p_.head_dim);
   }
 
  private:
   int64_t offset(const Write* w) const { return w->slot - block_ * p_.block_size; }
-  const T* source(const Write* w) const { return source_ + w->token * plane_.source_stride_token; }
   int8_t* row(int64_t offset) const { return cache_ + offset * plane_.stride_token; }
 
   // The scale of what the block holds; 0 where it holds nothing that a scale has to respect, NaN where it is spoilt.
@@ -88,8 +88,8 @@ class BlockHead {
   const CacheWriteParams& p_;
   const Plane& plane_;
   const Write *begin_, *end_;
+  const Source& source_;
   int64_t block_;
-  const T* source_;
   int8_t* cache_;
   float* scale_;
 };
@@ -102,10 +102,22 @@ void write_block(const CacheWriteParams& p, const Write* begin, const Write* end
       {p.value, p.value_stride_token, p.value_stride_head, p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, p.v_scale,
        p.v_scale_stride_block, p.v_scale_stride_token, p.v_scale_stride_head},
   };
+  std::vector<float> rotated(p.rotated ? (end - begin) * p.head_dim : 0);
   for (const Plane& plane : planes) {
     for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-      BlockHead<T> target(p, plane, head, begin, end);
-      p.token_head ? target.write_with_token_scales() : target.write_with_block_scale();
+      const auto write = [&](const auto& source) {
+        BlockHead target(p, plane, head, begin, end, source);
+        p.token_head ? target.write_with_token_scales() : target.write_with_block_scale();
+      };
+      const T* rows = static_cast<const T*>(plane.source) + head * plane.source_stride_head;
+      const auto given = [&](const Write* w) { return rows + w->token * plane.source_stride_token; };
+      if (!p.rotated) {
+        write(given);
+        continue;
+      }
+      const auto transformed = [&](const Write* w) { return rotated.data() + (w - begin) * p.head_dim; };
+      for (const Write* w = begin; w != end; ++w) hadamard_transform(given(w), transformed(w), p.head_dim);
+      write(transformed);
     }
   }
 }

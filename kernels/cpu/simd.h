@@ -62,6 +62,13 @@ inline Floats copysign(Floats magnitude, Floats sign) {
 inline Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
+// Lane i of the result is lane i ^ Distance of a.
+template <int Distance>
+inline Floats swap_lanes(Floats a) {
+  static_assert(Distance == 1 || Distance == 2 || Distance == 4);
+  if constexpr (Distance == 4) return {_mm256_permute2f128_ps(a.v, a.v, 1)};
+  return {_mm256_permute_ps(a.v, Distance == 1 ? 0xb1 : 0x4e)};
+}
 // x * 2^n for integral n in [-126, 127].
 inline Floats scale_by_power(Floats x, Floats n) {
   const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
@@ -154,6 +161,10 @@ inline Floats abs(Floats a) { return map([&](int i) { return std::fabs(a.v[i]); 
 inline Floats copysign(Floats magnitude, Floats sign) { return map([&](int i) { return std::copysign(magnitude.v[i], sign.v[i]); }); }
 inline Floats select_less(Floats a, Floats b, Floats yes, Floats no) {
   return map([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+}
+template <int Distance>
+inline Floats swap_lanes(Floats a) {
+  return map([&](int i) { return a.v[i ^ Distance]; });
 }
 inline Floats scale_by_power(Floats x, Floats n) {
   return map([&](int i) { return x.v[i] * bits_to_float(static_cast<uint32_t>(static_cast<int32_t>(n.v[i]) + 127) << 23); });

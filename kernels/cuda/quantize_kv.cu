@@ -16,24 +16,29 @@ __device__ __forceinline__ const T* row_of(const QuantizeParams& p, int64_t bloc
 }
 
 // A warp takes a (block, head): its lanes hold kHeld units each of the block_size x head_dim values at a time.
-template <class T, bool kAligned, int kHeld>
+template <class T, bool kAligned, bool kRotated, int kHeld>
 __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams p) {
   const int lane = threadIdx.x % 32;
   const int units_per_row = static_cast<int>(p.head_dim) / kUnit;
   const int block_size = static_cast<int>(p.block_size);
-  const bool fits = block_size * units_per_row <= 32 * kHeld;
+  const int units = block_size * units_per_row;
   const int64_t groups = p.num_blocks * p.num_kv_heads;
   for (int64_t g = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; g < groups; g += int64_t{gridDim.x} * kWarps) {
     const Quotient at = divide(g, static_cast<int>(p.num_kv_heads));
-    Unit<T> held[kHeld];
+    Held<kRotated, T> held[kHeld];
     auto load = [&](UnitWalk& walk) {
+      Unit<T> raw[kHeld];
 #pragma unroll
       for (int i = 0; i < kHeld; ++i, walk.advance()) {
-        if (walk.offset < block_size) held[i] = load_unit<kAligned>(row_of<T>(p, at.quotient, walk.offset, at.remainder) + walk.part * kUnit);
+        raw[i] = {};
+        if (walk.offset < block_size) raw[i] = load_unit<kAligned>(row_of<T>(p, at.quotient, walk.offset, at.remainder) + walk.part * kUnit);
       }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) held[i] = hold<kRotated>(raw[i], static_cast<int>(p.head_dim));
     };
     float max_abs = 0.f;
-    for (UnitWalk walk(lane, units_per_row); walk.offset < block_size;) {
+    UnitWalk walk(lane, units_per_row);
+    for (int unit = 0; unit < units; unit += 32 * kHeld) {
       UnitWalk here = walk;
       load(walk);
 #pragma unroll
@@ -49,13 +54,10 @@ __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams 
     if (scale == 0.f) scale = 1.f;
     if (lane == 0) p.scale[g] = scale;
     const Encoder encode(scale);
-    for (UnitWalk walk(lane, units_per_row); walk.offset < block_size;) {
+    walk = UnitWalk(lane, units_per_row);
+    for (int unit = 0; unit < units; unit += 32 * kHeld) {
       UnitWalk here = walk;
-      if (fits) {
-        walk.offset = block_size;
-      } else {
-        load(walk);
-      }
+      if (units > 32 * kHeld) load(walk);  // else all of it is held
 #pragma unroll
       for (int i = 0; i < kHeld; ++i, here.advance()) {
         if (here.offset >= block_size) continue;
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams 
 }
 
 // kLanes lanes take a (block, token, head), one unit each; a thread has several groups in flight.
-template <class T, bool kAligned, int kLanes>
+template <class T, bool kAligned, bool kRotated, int kLanes>
 __global__ void __launch_bounds__(kThreads) quantize_token_heads(QuantizeParams p) {
   constexpr int kInFlight = 4;
   constexpr int kGroups = kThreads / kLanes;  // of a CTA, at a time
@@ -92,6 +94,7 @@ __global__ void __launch_bounds__(kThreads) quantize_token_heads(QuantizeParams 
       const int64_t g = first + i * kGroups + threadIdx.x / kLanes;
       float x[kUnit], max_abs = 0.f;
       to_floats(held[i], x);
+      if constexpr (kRotated) hadamard_transform<kLanes>(x, hadamard_size(p.head_dim), unit);
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
       float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
@@ -103,28 +106,28 @@ __global__ void __launch_bounds__(kThreads) quantize_token_heads(QuantizeParams 
   }
 }
 
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 void launch(const QuantizeParams& p, cudaStream_t stream) {
   const int units_per_row = static_cast<int>(p.head_dim) / kUnit;
   if (!p.token_head) {
     const unsigned grid = grid_for(p.num_blocks * p.num_kv_heads, kWarps, kMaxCtas);
     if (p.block_size * units_per_row <= 64) {
-      quantize_block_heads<T, kAligned, 2><<<grid, kThreads, 0, stream>>>(p);
+      quantize_block_heads<T, kAligned, kRotated, 2><<<grid, kThreads, 0, stream>>>(p);
     } else {
-      quantize_block_heads<T, kAligned, 8><<<grid, kThreads, 0, stream>>>(p);
+      quantize_block_heads<T, kAligned, kRotated, 8><<<grid, kThreads, 0, stream>>>(p);
     }
     return;
   }
   const int64_t groups = p.num_blocks * p.block_size * p.num_kv_heads;
   auto grid = [&](int lanes) { return grid_for(groups, 4 * kThreads / lanes, kMaxCtas); };
   if (units_per_row <= 4) {
-    quantize_token_heads<T, kAligned, 4><<<grid(4), kThreads, 0, stream>>>(p);
+    quantize_token_heads<T, kAligned, kRotated, 4><<<grid(4), kThreads, 0, stream>>>(p);
   } else if (units_per_row <= 8) {
-    quantize_token_heads<T, kAligned, 8><<<grid(8), kThreads, 0, stream>>>(p);
+    quantize_token_heads<T, kAligned, kRotated, 8><<<grid(8), kThreads, 0, stream>>>(p);
   } else if (units_per_row <= 16) {
-    quantize_token_heads<T, kAligned, 16><<<grid(16), kThreads, 0, stream>>>(p);
+    quantize_token_heads<T, kAligned, kRotated, 16><<<grid(16), kThreads, 0, stream>>>(p);
   } else {
-    quantize_token_heads<T, kAligned, 32><<<grid(32), kThreads, 0, stream>>>(p);
+    quantize_token_heads<T, kAligned, kRotated, 32><<<grid(32), kThreads, 0, stream>>>(p);
   }
 }
 
@@ -136,7 +139,8 @@ void quantize_kv(const QuantizeParams& p, void* stream_) {
   dispatch_float(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     const bool aligned = units_aligned<T>(p.kv, {p.stride_block, p.stride_token, p.stride_head});
-    aligned ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
+    if (p.rotated) return aligned ? launch<T, true, true>(p, stream) : launch<T, false, true>(p, stream);
+    aligned ? launch<T, true, false>(p, stream) : launch<T, false, false>(p, stream);
   });
   check_launch("quantize_kv");
 }

@@ -71,22 +71,22 @@ __global__ void __launch_bounds__(kThreads) claim_slots(const __grid_constant__ 
 }
 
 // The largest magnitude of one token's head, in a warp. All lanes get it.
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 __device__ __forceinline__ float row_max_abs(const Write& w, const Plane& plane, int64_t token, int head) {
   const T* row = static_cast<const T*>(plane.source) + token * plane.source_stride_token + head * plane.source_stride_head;
-  float max_abs = 0.f;
-  if (const int part = threadIdx.x % 32; part < w.head_dim / kUnit) {
-    float x[kUnit];
-    to_floats(load_unit<kAligned>(row + part * kUnit), x);
+  const int part = threadIdx.x % 32;
+  Unit<T> unit = {};
+  if (part < w.head_dim / kUnit) unit = load_unit<kAligned>(row + part * kUnit);
+  float x[kUnit], max_abs = 0.f;
+  to_floats(hold<kRotated>(unit, w.head_dim), x);
 #pragma unroll
-    for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
-  }
+  for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
   return group_max_magnitude(max_abs);
 }
 
 // As claim_slots. Besides, whoever meets another claim on a slot sees which of the two has lost it, and every loser is seen
 // once; the warp then adds the losers to w.covered.
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_constant__ Write w) {
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_c
     const int64_t block = __shfl_sync(~0u, at.quotient, source);
     for (int item = 0; item < 2 * w.num_kv_heads; ++item) {
       const bool is_value = item >= w.num_kv_heads;
-      const float max_abs = row_max_abs<T, kAligned>(w, w.planes[is_value], lost, is_value ? item - w.num_kv_heads : item);
+      const float max_abs = row_max_abs<T, kAligned, kRotated>(w, w.planes[is_value], lost, is_value ? item - w.num_kv_heads : item);
       if (threadIdx.x % 32 == 0) atomicMax(w.covered + block * 2 * w.num_kv_heads + item, __float_as_uint(max_abs));
     }
   }
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_c
 
 // A warp writes the call's tokens of one block and head. winner: [block_size], in shared or global memory. covered: a
 // magnitude that the scale has to cover besides.
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 __device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner, float covered) {
   constexpr int kHeld = 8;  // units a lane keeps in registers between finding the scale and encoding
   const int lane = threadIdx.x % 32;
@@ -122,26 +122,33 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
   int8_t* cache = plane.cache + block * plane.stride_block + head * plane.stride_head;
   float* stored = plane.scale + block * plane.scale_stride_block + head * plane.scale_stride_head;
   const int parts = w.head_dim / kUnit;
-  const bool fits = w.block_size * parts <= 32 * kHeld;
+  const int units = w.block_size * parts;
   const float old = *stored;
   const bool afresh = winner[0] >= 0;
 
-  Unit<T> held[kHeld];
+  Held<kRotated, T> held[kHeld];
   uint32_t is_new = 0;  // bit i: held[i] is to be written
   auto load = [&](UnitWalk& at) {
+    Unit<T> raw[kHeld];
     is_new = 0;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i, at.advance()) {
+      raw[i] = {};
       if (at.offset >= w.block_size) continue;
       const int token = winner[at.offset];
       if (token < 0) continue;
       is_new |= 1u << i;
-      held[i] = load_unit<kAligned>(source + token * plane.source_stride_token + at.part * kUnit);
+      raw[i] = load_unit<kAligned>(source + token * plane.source_stride_token + at.part * kUnit);
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (!kRotated || __any_sync(~0u, is_new >> i & 1)) held[i] = hold<kRotated>(raw[i], w.head_dim);
     }
   };
 
   float max_abs = covered;
-  for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
+  UnitWalk at(lane, parts);
+  for (int unit = 0; unit < units; unit += 32 * kHeld) {
     load(at);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -159,7 +166,7 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
   float before = afresh || old <= 0.f ? 0.f : old;
   if (before == 1.f) {
     uint32_t any = 0;
-    for (UnitWalk at(lane, parts); at.offset < w.block_size; at.advance()) {
+    for (at = UnitWalk(lane, parts); at.offset < w.block_size; at.advance()) {
       const Unit<int8_t> q = load_unit<kAligned>(cache + at.offset * plane.stride_token + at.part * kUnit);
       any |= q.words[0] | q.words[1];
     }
@@ -173,13 +180,10 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
   const bool recodes = !clears && scale != before;
 
   const Encoder encode(scale);
-  for (UnitWalk at(lane, parts); at.offset < w.block_size;) {
+  at = UnitWalk(lane, parts);
+  for (int unit = 0; unit < units; unit += 32 * kHeld) {
     UnitWalk here = at;
-    if (fits) {
-      at.offset = w.block_size;  // all of it is held
-    } else {
-      load(at);
-    }
+    if (units > 32 * kHeld) load(at);  // else all of it is held
 #pragma unroll
     for (int i = 0; i < kHeld; ++i, here.advance()) {
       if (here.offset >= w.block_size) continue;
@@ -203,7 +207,7 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
 }
 
 // A CTA a token: the winners of its block come from reading all slots.
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_constant__ Write w) {
   __shared__ int winner[kMaxBlockSize];
   __shared__ int losers[kScanTokens];
@@ -229,13 +233,13 @@ __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_c
     const bool is_value = item >= w.num_kv_heads;
     const int head = is_value ? item - w.num_kv_heads : item;
     float covered = 0.f;
-    for (int i = 0; i < num_losers; ++i) covered = max_magnitude(covered, row_max_abs<T, kAligned>(w, w.planes[is_value], losers[i], head));
-    write_block_head<T, kAligned>(w, w.planes[is_value], at.quotient, head, winner, covered);
+    for (int i = 0; i < num_losers; ++i) covered = max_magnitude(covered, row_max_abs<T, kAligned, kRotated>(w, w.planes[is_value], losers[i], head));
+    write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], at.quotient, head, winner, covered);
   }
 }
 
 // A CTA for kSpan consecutive tokens: it writes the blocks that they lead.
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__ Write w) {
   __shared__ int64_t led[kSpan];
   __shared__ int num_led;
@@ -259,7 +263,7 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
     const int64_t block = led[item / per_block];
     const int within = item % per_block;
     const bool is_value = within >= w.num_kv_heads;
-    write_block_head<T, kAligned>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
+    write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
                                   w.winner + block * w.block_size, __uint_as_float(w.covered[block * per_block + within]));
   }
 }
@@ -267,7 +271,7 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
 // ------------------------------------------------------------------------------------ token-head scales
 
 // kLanes lanes take a (token, K or V, head), one unit each; a CTA takes kTokens tokens.
-template <class T, bool kAligned, int kLanes, int kTokens, bool kScan>
+template <class T, bool kAligned, bool kRotated, int kLanes, int kTokens, bool kScan>
 __global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__ Write w) {
   const int unit = threadIdx.x % kLanes;
   const bool has_unit = unit < w.head_dim / kUnit;
@@ -307,6 +311,7 @@ __global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__
     for (int i = 0; i < kTokens; ++i) {
       float x[kUnit], max_abs = 0.f;
       to_floats(held[i], x);
+      if constexpr (kRotated) hadamard_transform<kLanes>(x, hadamard_size(w.head_dim), unit);
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
       float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
@@ -323,46 +328,44 @@ __global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__
 
 // ------------------------------------------------------------------------------------------------ launch
 
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kRotated>
 void launch_blocks(const Write& w, cudaStream_t stream) {
   if (w.num_tokens <= kScanTokens) {
     // Few tokens leave SMs idle: the heads of a block are spread over several CTAs then.
     const unsigned spread = static_cast<unsigned>((2 * w.num_kv_heads + kWarps - 1) / kWarps);
-    write_blocks_scanning<T, kAligned><<<dim3(static_cast<unsigned>(w.num_tokens), w.num_tokens <= 256 ? spread : 1), kThreads, 0, stream>>>(w);
+    write_blocks_scanning<T, kAligned, kRotated><<<dim3(static_cast<unsigned>(w.num_tokens), w.num_tokens <= 256 ? spread : 1), kThreads, 0, stream>>>(w);
     return;
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
-  claim_slots_of_blocks<T, kAligned><<<grid, kThreads, 0, stream>>>(w);
-  write_blocks<T, kAligned><<<grid_for(w.num_tokens, kSpan, kMaxCtas), kThreads, 0, stream>>>(w);
+  claim_slots_of_blocks<T, kAligned, kRotated><<<grid, kThreads, 0, stream>>>(w);
+  write_blocks<T, kAligned, kRotated><<<grid_for(w.num_tokens, kSpan, kMaxCtas), kThreads, 0, stream>>>(w);
 }
 
-template <class T, bool kAligned, int kLanes>
+template <class T, bool kAligned, bool kRotated, int kLanes>
 void launch_tokens(const Write& w, cudaStream_t stream) {
   if (w.num_tokens <= kScanTokens) {
-    write_tokens<T, kAligned, kLanes, 1, true><<<grid_for(w.num_tokens, 1, kMaxCtas), kThreads, 0, stream>>>(w);
+    write_tokens<T, kAligned, kRotated, kLanes, 1, true><<<grid_for(w.num_tokens, 1, kMaxCtas), kThreads, 0, stream>>>(w);
     return;
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<true><<<grid, kThreads, 0, stream>>>(w);
   claim_slots<<<grid, kThreads, 0, stream>>>(w);
-  write_tokens<T, kAligned, kLanes, 4, false><<<grid_for(w.num_tokens, 4, kMaxCtas), kThreads, 0, stream>>>(w);
+  write_tokens<T, kAligned, kRotated, kLanes, 4, false><<<grid_for(w.num_tokens, 4, kMaxCtas), kThreads, 0, stream>>>(w);
+}
+
+template <class T, bool kAligned, bool kRotated>
+void launch(const Write& w, bool token_head, cudaStream_t stream) {
+  if (!token_head) return launch_blocks<T, kAligned, kRotated>(w, stream);
+  if (w.head_dim <= 64) return launch_tokens<T, kAligned, kRotated, 8>(w, stream);
+  if (w.head_dim <= 128) return launch_tokens<T, kAligned, kRotated, 16>(w, stream);
+  launch_tokens<T, kAligned, kRotated, 32>(w, stream);
 }
 
 template <class T>
-void launch(const Write& w, bool token_head, cudaStream_t stream) {
-  bool aligned = true;
-  for (const Plane& plane : w.planes) {
-    aligned = aligned && units_aligned<T>(plane.source, {plane.source_stride_token, plane.source_stride_head}) &&
-              units_aligned<int8_t>(plane.cache, {plane.stride_block, plane.stride_token, plane.stride_head});
-  }
-  if (!token_head) return aligned ? launch_blocks<T, true>(w, stream) : launch_blocks<T, false>(w, stream);
-  auto tokens = [&](auto lanes) {
-    aligned ? launch_tokens<T, true, decltype(lanes)::value>(w, stream) : launch_tokens<T, false, decltype(lanes)::value>(w, stream);
-  };
-  if (w.head_dim <= 64) return tokens(std::integral_constant<int, 8>{});
-  if (w.head_dim <= 128) return tokens(std::integral_constant<int, 16>{});
-  return tokens(std::integral_constant<int, 32>{});
+bool rows_aligned(const Plane& plane) {
+  return units_aligned<T>(plane.source, {plane.source_stride_token, plane.source_stride_head}) &&
+         units_aligned<int8_t>(plane.cache, {plane.stride_block, plane.stride_token, plane.stride_head});
 }
 
 }  // namespace
@@ -371,7 +374,7 @@ size_t reshape_and_cache_workspace(const CacheWriteParams& p) {
   return p.num_tokens <= kScanTokens ? 0 : sizeof(int) * static_cast<size_t>(p.num_blocks * (p.block_size + 1 + 2 * p.num_kv_heads));
 }
 
-void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream) {
+void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream_) {
   if (p.num_tokens == 0 || p.num_kv_heads == 0 || p.head_dim == 0 || p.num_blocks == 0) return;
   Write w{};
   w.planes[0] = {p.key, p.key_stride_token, p.key_stride_head, p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head,
@@ -382,7 +385,13 @@ void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream)
   w.num_tokens = p.num_tokens, w.num_slots = p.num_blocks * p.block_size;
   w.block_size = static_cast<int>(p.block_size), w.num_kv_heads = static_cast<int>(p.num_kv_heads), w.head_dim = static_cast<int>(p.head_dim);
   w.winner = static_cast<int*>(workspace), w.first = w.winner + w.num_slots, w.covered = reinterpret_cast<unsigned*>(w.first + p.num_blocks);
-  dispatch_float(p.dtype, [&](auto zero) { launch<decltype(zero)>(w, p.token_head, static_cast<cudaStream_t>(stream)); });
+  const auto stream = static_cast<cudaStream_t>(stream_);
+  dispatch_float(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const bool aligned = rows_aligned<T>(w.planes[0]) && rows_aligned<T>(w.planes[1]);
+    if (p.rotated) return aligned ? launch<T, true, true>(w, p.token_head, stream) : launch<T, false, true>(w, p.token_head, stream);
+    aligned ? launch<T, true, false>(w, p.token_head, stream) : launch<T, false, false>(w, p.token_head, stream);
+  });
   check_launch("reshape_and_cache");
 }
 

@@ -24,6 +24,7 @@ def quant_paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     return_block_mass: bool = False,
+    rotated: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention of one query token per sequence over an INT8 paged KV cache.
 
@@ -49,6 +50,9 @@ def quant_paged_attention(
         return_lse: also return `lse`, the natural log of the softmax denominator, sink included.
         return_block_mass: also return `block_mass`, the softmax mass of each logical block over the tokens attended to
             (sinks left out), averaged over query heads.
+        rotated: K and V are stored multiplied over head_dim by the block-diagonal orthonormal Hadamard matrix (as `quantize_kv` and
+            `reshape_and_cache` do when told the same). q is multiplied by it and the output by its inverse, both in float32; so
+            the result is that over K and V themselves.
 
     All tensors live on one device; any strides with a contiguous last dimension.
 
@@ -64,7 +68,7 @@ def quant_paged_attention(
             environment also a bad block id or length (this copies the tables to the host).
     """
     checks.tensors(q=q, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, block_tables=block_tables, seq_lens=seq_lens)
-    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass)
+    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated)
     results = torch.ops.pagedkv.quant_paged_attention(
         q,
         k_cache,
@@ -79,6 +83,7 @@ def quant_paged_attention(
         sinks=sinks,
         return_lse=return_lse,
         return_block_mass=return_block_mass,
+        rotated=rotated,
     )
     registry.inference_only("quant_paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
@@ -97,6 +102,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     return_block_mass: bool = False,
+    rotated: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """`quant_paged_attention` over an unquantised cache.
 
@@ -107,7 +113,7 @@ def paged_attention(
     Other arguments, returns and errors as there.
     """
     checks.tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
-    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass)
+    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated)
     results = torch.ops.pagedkv.paged_attention(
         q,
         k_cache,
@@ -120,6 +126,7 @@ def paged_attention(
         sinks=sinks,
         return_lse=return_lse,
         return_block_mass=return_block_mass,
+        rotated=rotated,
     )
     registry.inference_only("paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
@@ -148,7 +155,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     return results
 
 
-def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass) -> None:
+def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated) -> None:
     checks.numbers(sm_scale=sm_scale)
     if sliding_window is not None:
         checks.integer("sliding_window", sliding_window)
@@ -156,7 +163,7 @@ def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, retur
         checks.numbers(logits_soft_cap=logits_soft_cap)
     if sinks is not None:
         checks.tensors(sinks=sinks)
-    checks.booleans(return_lse=return_lse, return_block_mass=return_block_mass)
+    checks.booleans(return_lse=return_lse, return_block_mass=return_block_mass, rotated=rotated)
 
 
 def _asked_for(out: Tensor, lse: Tensor, block_mass: Tensor, return_lse: bool, return_block_mass: bool) -> Tensor | tuple[Tensor, ...]:
@@ -176,20 +183,20 @@ def _fake_attention(q: Tensor, block_tables: Tensor, return_lse: bool, return_bl
 
 _OPTIONS = (
     "Tensor block_tables, Tensor seq_lens, float sm_scale, *, SymInt? sliding_window=None, float? logits_soft_cap=None,"
-    " Tensor? sinks=None, bool return_lse=False, bool return_block_mass=False) -> (Tensor, Tensor, Tensor)"
+    " Tensor? sinks=None, bool return_lse=False, bool return_block_mass=False, bool rotated=False) -> (Tensor, Tensor, Tensor)"
 )
 registry.define(
     f"quant_paged_attention(Tensor q, Tensor k_cache, Tensor k_scale, Tensor v_cache, Tensor v_scale, {_OPTIONS}",
     check=checks.quant_paged_attention,
     check_values=checks.quant_paged_attention_values,
-    fake=lambda q, kc, ks, vc, vs, block_tables, seq_lens, sm_scale, w, c, s, lse, mass: _fake_attention(q, block_tables, lse, mass),
+    fake=lambda q, kc, ks, vc, vs, block_tables, seq_lens, sm_scale, w, c, s, lse, mass, _: _fake_attention(q, block_tables, lse, mass),
     eager=eager.quant_paged_attention,
 )
 registry.define(
     f"paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONS}",
     check=checks.paged_attention,
     check_values=checks.paged_attention_values,
-    fake=lambda q, kc, vc, block_tables, seq_lens, sm_scale, w, c, s, lse, mass: _fake_attention(q, block_tables, lse, mass),
+    fake=lambda q, kc, vc, block_tables, seq_lens, sm_scale, w, c, s, lse, mass, _: _fake_attention(q, block_tables, lse, mass),
     eager=eager.paged_attention,
 )
 registry.define(

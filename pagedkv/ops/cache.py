@@ -9,7 +9,15 @@ from pagedkv.ops import checks, eager, registry
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, k_scale: Tensor, v_cache: Tensor, v_scale: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    k_scale: Tensor,
+    v_cache: Tensor,
+    v_scale: Tensor,
+    slot_mapping: Tensor,
+    *,
+    rotated: bool = False,
 ) -> None:
     """Quantise new tokens and write them, in place, to their slots `block * block_size + offset`.
 
@@ -30,6 +38,8 @@ def reshape_and_cache(
             one rank.
         slot_mapping: int64 `[num_tokens]`. Negative: the token is skipped; so is one past the pool. If a slot is
             named twice, the later token stays (the scale covers both).
+        rotated: key and value are multiplied over head_dim by the block-diagonal orthonormal Hadamard matrix, in float32, before
+            they are quantised; attention has to be told the same. A NaN or inf spreads over its block of the matrix.
 
     All tensors live on one device; any strides with a contiguous last dimension. K and V may be slices of one tensor, but not
     share an element.
@@ -39,12 +49,13 @@ def reshape_and_cache(
         ValueError: another shape, device or stride; a K and a V that overlap (as far as slices of one tensor show it); with `PAGEDKV_CHECK=1` also a slot past the pool.
     """
     checks.tensors(key=key, value=value, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, slot_mapping=slot_mapping)
-    torch.ops.pagedkv.reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping)
+    checks.booleans(rotated=rotated)
+    torch.ops.pagedkv.reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping, rotated=rotated)
 
 
 registry.define(
     "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) k_scale, Tensor(c!) v_cache, Tensor(d!) v_scale,"
-    " Tensor slot_mapping) -> ()",
+    " Tensor slot_mapping, *, bool rotated=False) -> ()",
     check=checks.reshape_and_cache,
     check_values=checks.reshape_and_cache_values,
     fake=lambda *_: None,

@@ -209,7 +209,7 @@ def _block_values(block_tables: Tensor, seq_lens: Tensor, sliding_window: int | 
 # --------------------------------------------------------------------------------------------------------------- quantisation
 
 
-def quantize_kv(kv, granularity) -> None:
+def quantize_kv(kv, granularity, *_) -> None:
     _cache("kv", kv, FLOATS)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity: expected {' or '.join(map(repr, GRANULARITIES))}, got {granularity!r}")
@@ -220,7 +220,7 @@ def dequantize_kv(q, scale) -> None:
     _scale("scale", scale, q.shape, q.device)
 
 
-def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
+def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping, *_) -> None:
     device = key.device
     _quantised_pair(k_cache, k_scale, v_cache, v_scale, device)
     tensor("key", key, FLOATS, ("num_tokens", *k_cache.shape[2:]))
@@ -234,7 +234,7 @@ def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mappi
             raise ValueError(f"{v_name}: expected memory of its own, got elements that belong to {k_name}")
 
 
-def reshape_and_cache_values(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
+def reshape_and_cache_values(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping, *_) -> None:
     num_slots = k_cache.shape[0] * k_cache.shape[1]
     slots = slot_mapping.cpu()
     bad = (slots >= num_slots).nonzero()

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from pagedkv.ops.rotation import hadamard_transform
+
 _FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
 _MASS_ONE = 2.0**36  # kMassFractionBits of kernels/ops.h
 _LARGEST_SCALE = float.fromhex("0x1.020406p121")  # times 127 it is still finite in float32; the next float is not
@@ -21,24 +23,26 @@ _GATHERED_ELEMENTS = 1 << 25  # attention gathers K and V of so many sequences a
 
 def quant_paged_attention(
     q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale,
-    sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass,
+    sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _attention(
         q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale,
-        sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass,
+        sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated,
     )  # fmt: skip
 
 
 def paged_attention(
-    q, k_cache, v_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass
+    q, k_cache, v_cache, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _attention(
         q, k_cache, None, v_cache, None, block_tables, seq_lens, sm_scale,
-        sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass,
+        sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated,
     )  # fmt: skip
 
 
-def _attention(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, window, cap, sinks, return_lse, return_block_mass):
+def _attention(
+    q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, window, cap, sinks, return_lse, return_block_mass, rotated
+):
     num_seqs, num_heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((num_seqs, num_heads), dtype=torch.float32)
@@ -48,13 +52,13 @@ def _attention(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm
     for s in range(0, num_seqs, chunk):
         part = slice(s, s + chunk)
         out[part], lse[part], mass[part] = _attend(
-            q[part], k_cache, k_scale, v_cache, v_scale, block_tables[part], seq_lens[part], sm_scale, window, cap, sinks
+            q[part], k_cache, k_scale, v_cache, v_scale, block_tables[part], seq_lens[part], sm_scale, window, cap, sinks, rotated
         )
     nothing = q.new_empty((0,), dtype=torch.float32)
     return out, lse if return_lse else nothing, mass if return_block_mass else nothing.clone()
 
 
-def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, window, cap, sinks):
+def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_scale, window, cap, sinks, rotated):
     num_seqs, num_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     max_blocks = block_tables.shape[1]
@@ -74,7 +78,8 @@ def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_sc
     # A masked value must be a zero: its weight is 0, and 0 * NaN is NaN.
     v = torch.where(attended[:, :, None, None], _gather(v_cache, v_scale, block_ids), 0.0)
 
-    grouped = q.float().view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    in_float32 = hadamard_transform(q) if rotated else q.float()
+    grouped = in_float32.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     logits = torch.einsum("sgrd,stgd->sgrt", grouped, k).reshape(num_seqs, num_heads, len(position)) * sm_scale
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
@@ -92,6 +97,8 @@ def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_sc
         share = total / (total + torch.exp(sinks[:, None] - largest))  # the tokens' of the denominator; again not by lse
         out = out * torch.where(length[:, :, None] == 0, 0.0, share)
         lse = torch.where(length == 0, -math.inf, torch.logaddexp(lse, sinks))
+    if rotated:
+        out = hadamard_transform(out)
     return (
         torch.where(bad[:, :, None], math.nan, out).to(q.dtype),
         torch.where(bad, math.nan, lse),
@@ -124,8 +131,8 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------------------------------------------- quantisation
 
 
-def quantize_kv(kv, granularity) -> tuple[Tensor, Tensor]:
-    x = kv.float()
+def quantize_kv(kv, granularity, rotated) -> tuple[Tensor, Tensor]:
+    x = hadamard_transform(kv) if rotated else kv.float()
     scale = _scale_of(_max_abs(x, (3,) if granularity == "token_head" else (1, 3)))
     scale = torch.where(scale == 0, 1.0, scale)
     return _encode(x, _per_token(scale)[..., None]).contiguous(), scale
@@ -161,7 +168,7 @@ def _encode(x: Tensor, scale: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- cache write
 
 
-def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping) -> None:
+def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping, rotated) -> None:
     num_tokens, num_blocks, block_size = key.shape[0], k_cache.shape[0], k_cache.shape[1]
     num_slots = num_blocks * block_size
     if num_tokens == 0 or num_slots == 0:
@@ -173,7 +180,7 @@ def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mappi
     last = torch.full((num_slots,), -1, device=key.device).scatter_reduce(0, slot, token, "amax")[slot]
     for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
         block, offset = slot // block_size, slot % block_size
-        x = x.float()
+        x = hadamard_transform(x) if rotated else x.float()
         if scale.dim() == 3:
             token_scale = _scale_of(_max_abs(x, (2,)))[last.clamp(min=0)]
             at_slot = torch.where((last >= 0)[:, None], torch.where(token_scale == 0, 1.0, token_scale), scale[block, offset])

@@ -8,7 +8,7 @@ from torch import Tensor
 from pagedkv.ops import checks, eager, registry
 
 
-def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Tensor]:
+def quantize_kv(kv: Tensor, granularity: str = "block_head", *, rotated: bool = False) -> tuple[Tensor, Tensor]:
     """Encode KV blocks as int8 with one float32 scale per group: `kv ~ q * scale`.
 
     Symmetric: `scale = max|x| / 127` over a group, `q = round(x / scale)` half to even, in -127..127. An all-zero group
@@ -20,6 +20,8 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Te
         kv: float16, bfloat16 or float32 `[num_blocks, block_size, num_kv_heads, head_dim]`; any strides with a
             contiguous last dimension. `block_size` 1 to 256, `head_dim` a multiple of 8 up to 256.
         granularity: `"block_head"`: a group is one head of one block; `"token_head"`: one head of one token.
+        rotated: `kv` is multiplied over head_dim by the block-diagonal orthonormal Hadamard matrix first, in float32; `dequantize_kv`
+            gives it back as it is stored, rotated.
 
     Returns:
         `(q, scale)`, contiguous: int8 like `kv`, and float32 `[num_blocks, num_kv_heads]` or
@@ -31,7 +33,8 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head") -> tuple[Tensor, Te
     checks.tensors(kv=kv)
     if not isinstance(granularity, str):
         raise TypeError(f"granularity: expected a str, got {type(granularity).__name__}")
-    results = torch.ops.pagedkv.quantize_kv(kv, granularity)
+    checks.booleans(rotated=rotated)
+    results = torch.ops.pagedkv.quantize_kv(kv, granularity, rotated=rotated)
     registry.inference_only("quantize_kv", *results)
     return results
 
@@ -55,14 +58,14 @@ def dequantize_kv(q: Tensor, scale: Tensor) -> Tensor:
     return kv
 
 
-def _fake_quantize(kv: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+def _fake_quantize(kv: Tensor, granularity: str, rotated: bool) -> tuple[Tensor, Tensor]:
     num_blocks, block_size, num_kv_heads, _ = kv.shape
     groups = (num_blocks, block_size, num_kv_heads) if granularity == "token_head" else (num_blocks, num_kv_heads)
     return kv.new_empty(kv.shape, dtype=torch.int8), kv.new_empty(groups, dtype=torch.float32)
 
 
 registry.define(
-    'quantize_kv(Tensor kv, str granularity="block_head") -> (Tensor, Tensor)',
+    'quantize_kv(Tensor kv, str granularity="block_head", *, bool rotated=False) -> (Tensor, Tensor)',
     check=checks.quantize_kv,
     fake=_fake_quantize,
     eager=eager.quantize_kv,

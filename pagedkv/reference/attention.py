@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pagedkv.reference.arrays import exact
+from pagedkv.reference.rotation import rotate
 
 
 def quant_paged_attention(
@@ -24,6 +25,7 @@ def quant_paged_attention(
     sinks=None,
     return_lse=False,
     return_block_mass=False,
+    rotated=False,
 ):
     """See `pagedkv.quant_paged_attention`."""
     k_cache, k_scale, v_cache, v_scale = exact(k_cache), exact(k_scale), exact(v_cache), exact(v_scale)
@@ -44,6 +46,7 @@ def quant_paged_attention(
         sinks,
         return_lse,
         return_block_mass,
+        rotated,
     )
 
 
@@ -60,6 +63,7 @@ def paged_attention(
     sinks=None,
     return_lse=False,
     return_block_mass=False,
+    rotated=False,
 ):
     """See `pagedkv.paged_attention`."""
     k_cache, v_cache = exact(k_cache), exact(v_cache)
@@ -76,14 +80,17 @@ def paged_attention(
         sinks,
         return_lse,
         return_block_mass,
+        rotated,
     )
 
 
 def _attention(
-    q, key, value, cache_shape, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass
-):
+    q, key, value, cache_shape, block_tables, seq_lens, sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass,
+    rotated,
+):  # fmt: skip
     """`key(block, offset, head)` and `value(...)` are one vector of the cache, decoded."""
     q, block_tables, seq_lens = exact(q), exact(block_tables), exact(seq_lens)
+    q = rotate(q) if rotated else q
     num_seqs, num_heads, _ = q.shape
     num_blocks, block_size, num_kv_heads, _ = cache_shape
     max_blocks = block_tables.shape[1]
@@ -120,7 +127,7 @@ def _attention(
                 lse[s, h] = np.logaddexp(without, float(exact(sinks)[h]))
                 out[s, h] *= math.exp(without - lse[s, h])
 
-    asked = [out]
+    asked = [rotate(out) if rotated else out]
     if return_lse:
         asked.append(lse)
     if return_block_mass:

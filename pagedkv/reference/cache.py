@@ -6,13 +6,15 @@ import numpy as np
 
 from pagedkv.reference.arrays import exact
 from pagedkv.reference.quantization import encode, scale_of
+from pagedkv.reference.rotation import rotate
 
 
-def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping):
+def reshape_and_cache(key, value, k_cache, k_scale, v_cache, v_scale, slot_mapping, *, rotated=False):
     """See `pagedkv.reshape_and_cache`. Leaves its arguments alone and returns `(k_cache, k_scale, v_cache, v_scale)` as they are after."""
     slots = exact(slot_mapping)
     written = []
     for x, cache, scale in ((exact(key), k_cache, k_scale), (exact(value), v_cache, v_scale)):
+        x = rotate(x) if rotated else x
         cache, scale = exact(cache).copy(), exact(scale).astype(np.float32)
         if scale.ndim == 3:
             _write_tokens(x, cache, scale, slots)

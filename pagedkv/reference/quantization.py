@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from pagedkv.reference.arrays import exact
+from pagedkv.reference.rotation import rotate
 
 
-def quantize_kv(kv, granularity="block_head"):
+def quantize_kv(kv, granularity="block_head", *, rotated=False):
     """See `pagedkv.quantize_kv`. The scale is float32: it is what gets stored."""
-    kv = exact(kv)
+    kv = rotate(exact(kv)) if rotated else exact(kv)
     num_blocks, block_size, num_kv_heads, _ = kv.shape
     q = np.zeros(kv.shape, np.int8)
     scale = np.zeros((num_blocks, block_size, num_kv_heads) if granularity == "token_head" else (num_blocks, num_kv_heads), np.float32)

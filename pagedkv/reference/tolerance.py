@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.ops.rotation import hadamard_transform
 from pagedkv.reference.arrays import exact
 
 ABSOLUTE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-3}
@@ -31,12 +32,15 @@ def attention_like_pytorch(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    rotated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one would write in PyTorch, sequence by sequence, everything in q's dtype: `(out, lse, block_mass)`.
 
     Gathers and decodes K and V, then softmax(q K') V. It is the yardstick of the tolerance and knows no hostile case:
     sequences that are empty or bad (see `pagedkv.quant_paged_attention`) give NaN.
     """
+    if rotated:
+        q = hadamard_transform(q).to(q.dtype)
     num_seqs, num_heads, _ = q.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     max_blocks = block_tables.shape[1]
@@ -72,7 +76,7 @@ def attention_like_pytorch(
             weights = torch.softmax(with_sink, dim=-1)[:, :-1]
             lse[s] = torch.logsumexp(with_sink, dim=-1)
         out[s] = (weights[:, None, :] @ v).squeeze(1)
-    return out, lse, mass
+    return hadamard_transform(out).to(q.dtype) if rotated else out, lse, mass
 
 
 def allowed_error(exact_result, yardstick, dtype: torch.dtype) -> float:

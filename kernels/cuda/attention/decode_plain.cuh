@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "attention/state.cuh"
+#include "hadamard.cuh"
 
 namespace pagedkv::attention {
 
@@ -63,6 +64,7 @@ struct HeadView {
 #pragma unroll
       for (int i = 0; i < 8; ++i) q[c][i] = has(c) ? to_float(row[dim(c) + i]) : 0.f;
     }
+    if (p.rotated) hadamard_transform<kPieces, 8, kTokenLanes>(q, hadamard_size(p.head_dim), lane, group_mask);
   }
 
   __device__ int dim(int c) const { return 8 * (lane + kTokenLanes * c); }
@@ -175,11 +177,17 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
   for (int d = threadIdx.x; d < p.head_dim; d += kPlainThreads) {
     float sum = 0.f;
     for (int i = 0; i < kTokenGroups; ++i) sum += outs[i][d] * rescale(states[i].m, tokens.m);
-    if (whole) {
-      static_cast<Q*>(p.out)[row * p.head_dim + d] = from_float<Q>(sum * norm.factor);
-    } else {
+    if (!whole) {
       partials.acc[at * p.head_dim + d] = sum;
+    } else if (p.rotated) {
+      outs[0][d] = sum * norm.factor;
+    } else {
+      static_cast<Q*>(p.out)[row * p.head_dim + d] = from_float<Q>(sum * norm.factor);
     }
+  }
+  if (whole && p.rotated) {
+    __syncthreads();
+    if (threadIdx.x < 32) store_rotated(static_cast<Q*>(p.out) + row * p.head_dim, int(p.head_dim), [&](int d) { return outs[0][d]; });
   }
   if (threadIdx.x == 0) {
     if (whole) {

@@ -106,7 +106,7 @@ inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2
 inline bool fits_mma(const AttentionParams& p) {
   const bool quantised = p.cache_dtype == DType::kInt8;
   const int bytes = quantised ? 1 : 2;
-  return compiled_for() >= 80 && p.num_blocks > 0 && p.block_size % kStepTokens == 0 &&
+  return !p.rotated && compiled_for() >= 80 && p.num_blocks > 0 && p.block_size % kStepTokens == 0 &&
          (p.head_dim == 64 || p.head_dim == 128 || (p.head_dim == 256 && quantised)) &&  // 256 in half: 190 registers of buffers
          p.q_dtype != DType::kFloat32 && (quantised || p.cache_dtype == p.q_dtype) &&
          rows_aligned_16(p.q, p.q_stride_seq, p.q_stride_head, 0, 2) &&
@@ -157,11 +157,11 @@ Path simt_path(const AttentionParams& p) {
   return {plan, head_tiles, kSimtThreads, p.block_size % kStepTokens == 0};
 }
 
-// Whether rows are whole 16-byte pieces: any block size, any dtype of q.
+// Whether rows are whole 16-byte pieces: any block size, any dtype of q, but no rotation.
 template <typename KV>
 bool fits_simt(const AttentionParams& p) {
   constexpr int bytes = sizeof(KV);
-  return p.head_dim * bytes % 16 == 0 &&
+  return !p.rotated && p.head_dim * bytes % 16 == 0 &&
          rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
          rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes);
 }

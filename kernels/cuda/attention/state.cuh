@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "attention/plan.cuh"
+#include "hadamard.cuh"
 #include "softmax_state.h"
 
 namespace pagedkv::attention {
@@ -87,6 +88,26 @@ __device__ inline float to_float(int8_t x) { return float(x); }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// By a warp: an output row whose element d over rotated V is value(d), rotated back and rounded once.
+template <typename T, class Value>
+__device__ inline void store_rotated(T* row, int head_dim, Value value) {
+  const int lane = threadIdx.x % 32;
+  float x[2][4];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[r][i] = 128 * r + 4 * lane + i < head_dim ? value(128 * r + 4 * lane + i) : 0.f;
+  }
+  hadamard_transform<2, 4, 32>(x, hadamard_size(head_dim), lane);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (128 * r + 4 * lane + i < head_dim) row[128 * r + 4 * lane + i] = from_float<T>(x[r][i]);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------ kernels
 
 constexpr int kMergeThreads = 128;
@@ -150,11 +171,17 @@ __device__ inline void merge_splits(const AttentionParams& p, const Partials& pa
   warp_sums[warp][0][lane] = sums[0], warp_sums[warp][1][lane] = sums[1];
   __syncthreads();
   const int64_t out_row = int64_t(seq) * p.num_heads + head;
-  for (int d = threadIdx.x; d < p.head_dim; d += kMergeThreads) {
+  T* out = static_cast<T*>(p.out) + out_row * p.head_dim;
+  auto output = [&](int d) {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kMergeWarps; ++w) sum += reinterpret_cast<const float*>(warp_sums[w])[d];
-    static_cast<T*>(p.out)[out_row * p.head_dim + d] = from_float<T>(sum * norm.factor);
+    return sum * norm.factor;
+  };
+  if (!p.rotated) {
+    for (int d = threadIdx.x; d < p.head_dim; d += kMergeThreads) out[d] = from_float<T>(output(d));
+  } else if (warp == 0) {
+    store_rotated(out, int(p.head_dim), output);
   }
   if (threadIdx.x == 0) {
     if (p.lse) p.lse[out_row] = norm.lse;

@@ -4,10 +4,28 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "common.cuh"
+#include "hadamard.cuh"
 
 namespace pagedkv {
+
+// What a lane keeps of a row between finding the scale and encoding: as it came, or rotated, in float32.
+template <bool kRotated, class T>
+using Held = Unit<std::conditional_t<kRotated, float, T>>;
+
+// By all the lanes of a warp, of which neighbours have neighbouring units; what is past the data is zeros.
+template <bool kRotated, class T>
+__device__ __forceinline__ Held<kRotated, T> hold(const Unit<T>& unit, int head_dim) {
+  if constexpr (!kRotated) return unit;
+  float x[kUnit];
+  to_floats(unit, x);
+  hadamard_transform<32>(x, hadamard_size(head_dim), threadIdx.x % 32);
+  Unit<float> rotated;
+  from_floats(x, rotated);
+  if constexpr (kRotated) return rotated;
+}
 
 // The larger of two magnitudes; NaN if either is.
 __device__ __forceinline__ float max_magnitude(float magnitude, float x) {

@@ -200,6 +200,9 @@ CASES = (
     *(Case(f"soft cap {c:g}", {"logits_soft_cap": c}) for c in (0.5, 30.0)),
     *(Case(f"sinks of size {s:g}", {"sinks": s}) for s in (1.0, 60.0)),
     Case("window, soft cap and sinks", _ALL_OPTIONS, quick=True),
+    *(Case(f"rotated, head_dim {d}", {"head_dim": d, "rotated": True}, quick=d in (64, 80)) for d in (8, 64, 80, 96, 128, 256)),
+    Case("rotated, window, soft cap and sinks", {"rotated": True, **_ALL_OPTIONS}, _strided_arguments),
+    Case("rotated, block ids outside the pool", {"rotated": True}, _bad_ids),
     Case("no sequences", {"lens": ()}),
     Case("every sequence empty", {"lens": (0, 0, 0)}),
     Case("every sequence empty, sinks", {"lens": (0, 0), "sinks": 1.0}),
@@ -233,6 +236,7 @@ CASES = (
         {"lens": (3000, 5, 2000), "heads": (8, 2), "sliding_window": 1111, "logits_soft_cap": 20.0, "sinks": 3.0},
         large=True,
     ),
+    Case("rotated, a long sequence", {"lens": (4099, 0, 7), "heads": (8, 2), "head_dim": 128, "rotated": True}, large=True, quick=True),
     Case("300 sequences", {"lens": tuple(range(300)), "heads": (4, 1)}, large=True),
 )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.ops.rotation import hadamard_transform
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Problem:
     sm_scale: float
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    options: dict = field(default_factory=dict)  # sliding_window, logits_soft_cap, sinks
+    options: dict = field(default_factory=dict)  # sliding_window, logits_soft_cap, sinks, rotated
 
     @property
     def op(self) -> str:
@@ -75,6 +76,9 @@ def attention(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     lse = torch.full((num_seqs, num_heads), -math.inf, **options)
     mass = torch.zeros(num_seqs, max_blocks, **options)
     window, cap, sinks = (p.options.get(name) for name in ("sliding_window", "logits_soft_cap", "sinks"))
+    query = p.q.double()
+    if p.options.get("rotated"):
+        query = hadamard_transform(query)
     for s, length in enumerate(p.seq_lens.tolist()):
         if length == 0:
             continue
@@ -87,7 +91,7 @@ def attention(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
         tokens = slice(first - begin * block_size, length - begin * block_size)
         k, v = (_decode(cache, scale, blocks)[tokens].transpose(0, 1)
                 for cache, scale in ((p.k_cache, p.k_scale), (p.v_cache, p.v_scale)))  # fmt: skip
-        q = p.q[s].double().reshape(num_kv_heads, -1, head_dim)
+        q = query[s].reshape(num_kv_heads, -1, head_dim)
         logits = (torch.matmul(q, k.transpose(1, 2)) * p.sm_scale).flatten(0, 1)
         if cap:
             logits = cap * torch.tanh(logits / cap)
@@ -99,7 +103,7 @@ def attention(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
         padded = torch.zeros((end - begin) * block_size, **options)
         padded[tokens] = seen
         mass[s, begin:end] = padded.view(-1, block_size).sum(1)
-    return out, lse, mass
+    return hadamard_transform(out) if p.options.get("rotated") else out, lse, mass
 
 
 def _decode(cache: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 import pagedkv
 from pagedkv import reference
 from pagedkv.bench.validation.judge import Check, as_float64, max_error
+from pagedkv.ops.rotation import hadamard_transform
 
 _GRANULARITIES = ("block_head", "token_head")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,6 +24,7 @@ def checks(device: torch.device, quick: bool) -> Iterator[Check]:
     yield from _quantize(device, quick)
     yield from _dequantize(device)
     yield from _write(device, quick)
+    yield from _rotated(device, quick)
 
 
 def _wide(scale: np.ndarray, rank: int) -> np.ndarray:
@@ -208,3 +210,47 @@ def _scattered(device: torch.device, dtype: torch.dtype, granularity: str) -> It
     bad_key[0, 1, 3] = math.nan
     written.write(bad_key, bad_value, torch.tensor([int(order[7]) * 16, int(order[8]) * 16], device=device))
     yield from written.checks(case, dtype, f"{granularity}, NaN")
+
+
+# ---------------------------------------------------------------------------------------------- rotation
+
+
+def _rotated(device: torch.device, quick: bool) -> Iterator[Check]:
+    """Rotating on the way in, against rotating in PyTorch first; the error is the number of bytes that differ."""
+    both = {"quantize_kv": _both_encodings, "reshape_and_cache": _both_writes}
+    for op, results in both.items():
+        for dtype in (torch.float16,) if quick else _DTYPES:
+            for granularity in _GRANULARITIES:
+                for head_dim in (80, 128) if quick else (8, 80, 96, 128, 256):
+                    pairs = results(_kv((6, 16, 3, head_dim)).to(dtype).to(device), granularity)
+                    yield _same_bytes(op, dtype, f"{granularity}, head_dim {head_dim}", pairs)
+
+
+def _both_encodings(kv: Tensor, granularity: str) -> Iterator[tuple[Tensor, Tensor]]:
+    rotated = pagedkv.quantize_kv(kv, granularity, rotated=True)
+    return zip(rotated, pagedkv.quantize_kv(hadamard_transform(kv), granularity), strict=True)
+
+
+def _both_writes(kv: Tensor, granularity: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """The planes of two caches: one written with `rotated`, one with tokens that were rotated before; in two parts, shuffled."""
+    tokens = kv.flatten(0, 1)
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(4))
+    caches = []
+    for rotated in (True, False):
+        groups = kv.shape[:3] if granularity == "token_head" else kv.shape[::2]
+        cache = [
+            torch.zeros(size, dtype=d, device=kv.device) for _ in range(2) for size, d in ((kv.shape, torch.int8), (groups, torch.float32))
+        ]
+        for part in (order[: len(order) // 3], order[len(order) // 3 :]):
+            new = tokens[part.to(kv.device)]
+            new = new if rotated else hadamard_transform(new)
+            pagedkv.reshape_and_cache(new, new * 2, *cache, part.to(kv.device), rotated=rotated)
+        caches.append(cache)
+    return zip(*caches, strict=True)
+
+
+def _same_bytes(op: str, dtype: torch.dtype, detail: str, pairs) -> Check:
+    differ = sum(int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum()) for a, b in pairs)
+    return Check(
+        op, "rotated, bit for bit", str(dtype).removeprefix("torch."), detail, float(differ), 0.0, "PyTorch's rotation, then the op"
+    )
