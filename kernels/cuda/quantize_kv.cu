@@ -43,11 +43,7 @@ __global__ void __launch_bounds__(kThreads) quantize_block_heads(QuantizeParams 
       load(walk);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i, here.advance()) {
-        if (here.offset >= block_size) continue;
-        float x[kUnit];
-        to_floats(held[i], x);
-#pragma unroll
-        for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+        if (here.offset < block_size) max_abs = max_magnitude(max_abs, held[i]);
       }
     }
     float scale = scale_for(group_max_magnitude(max_abs));
@@ -92,11 +88,10 @@ __global__ void __launch_bounds__(kThreads) quantize_token_heads(QuantizeParams 
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int64_t g = first + i * kGroups + threadIdx.x / kLanes;
-      float x[kUnit], max_abs = 0.f;
+      float x[kUnit];
       to_floats(held[i], x);
       if constexpr (kRotated) hadamard_transform<kLanes>(x, hadamard_size(p.head_dim), unit);
-#pragma unroll
-      for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+      const float max_abs = kRotated ? max_magnitude(0.f, x) : max_magnitude(0.f, held[i]);
       float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
       if (scale == 0.f) scale = 1.f;
       if (g >= groups || !has_unit) continue;

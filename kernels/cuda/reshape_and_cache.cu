@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int64_t kScanTokens = 1024;
+constexpr int64_t kScanTokens = 256;  // of more, reading all slots in each CTA costs more than two launches
 constexpr int kSpan = 32;  // tokens whose leaders a CTA looks for when the winners are in the workspace
 constexpr int kMaxBlockSize = 256;
 constexpr int64_t kMaxCtas = 1 << 30;
@@ -77,11 +77,7 @@ __device__ __forceinline__ float row_max_abs(const Write& w, const Plane& plane,
   const int part = threadIdx.x % 32;
   Unit<T> unit = {};
   if (part < w.head_dim / kUnit) unit = load_unit<kAligned>(row + part * kUnit);
-  float x[kUnit], max_abs = 0.f;
-  to_floats(hold<kRotated>(unit, w.head_dim), x);
-#pragma unroll
-  for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
-  return group_max_magnitude(max_abs);
+  return group_max_magnitude(max_magnitude(0.f, hold<kRotated>(unit, w.head_dim)));
 }
 
 // As claim_slots. Besides, whoever meets another claim on a slot sees which of the two has lost it, and every loser is seen
@@ -112,7 +108,10 @@ __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_c
 
 // ------------------------------------------------------------------------------------ block-head scales
 
-// A warp writes the call's tokens of one block and head. winner: [block_size], in shared or global memory. covered: a
+// The warp, as a number that the compiler knows to be the same in all its lanes, so that it trusts them to stay together.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
+// A warp writes the call's tokens of one block and head. winner: [block_size], in shared memory. covered: a
 // magnitude that the scale has to cover besides.
 template <class T, bool kAligned, bool kRotated>
 __device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner, float covered) {
@@ -152,11 +151,7 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
     load(at);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (!(is_new >> i & 1)) continue;
-      float x[kUnit];
-      to_floats(held[i], x);
-#pragma unroll
-      for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+      if (is_new >> i & 1) max_abs = max_magnitude(max_abs, held[i]);
     }
   }
   const float needed = scale_for(group_max_magnitude(max_abs));
@@ -176,60 +171,72 @@ __device__ __forceinline__ void write_block_head(const Write& w, const Plane& pl
   if (!(scale <= FLT_MAX)) scale = __uint_as_float(0x7fc00000u);
   if (scale == 0.f) scale = 1.f;
   if (lane == 0) *stored = scale;
-  const bool clears = before == 0.f || isnan(scale);
-  const bool recodes = !clears && scale != before;
-
   const Encoder encode(scale);
+
+  // What the block holds besides the new tokens: nothing that a fresh or spoilt block keeps, and re-quantised where the scale grew.
+  if (before != scale) {
+    const bool clears = before == 0.f || isnan(scale);
+    UnitWalk at(lane, parts);
+    for (int unit = 0; unit < units; unit += 32 * kHeld) {
+      UnitWalk here = at;
+      Unit<int8_t> q[kHeld];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i, at.advance()) {
+        q[i] = {};
+        if (!clears && at.offset < w.block_size) q[i] = load_unit<kAligned>(cache + at.offset * plane.stride_token + at.part * kUnit);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i, here.advance()) {
+        if (here.offset >= w.block_size || winner[here.offset] >= 0) continue;
+        if (!clears) {
+          float x[kUnit];
+          to_floats(q[i], x);
+#pragma unroll
+          for (int j = 0; j < kUnit; ++j) x[j] = __fmul_rn(x[j], before);
+          q[i] = encode(x);
+        }
+        store_unit<kAligned>(cache + here.offset * plane.stride_token + here.part * kUnit, q[i]);
+      }
+    }
+  }
+
   at = UnitWalk(lane, parts);
   for (int unit = 0; unit < units; unit += 32 * kHeld) {
     UnitWalk here = at;
     if (units > 32 * kHeld) load(at);  // else all of it is held
 #pragma unroll
     for (int i = 0; i < kHeld; ++i, here.advance()) {
-      if (here.offset >= w.block_size) continue;
-      int8_t* to = cache + here.offset * plane.stride_token + here.part * kUnit;
+      if (!(is_new >> i & 1)) continue;
       float x[kUnit];
-      if (is_new >> i & 1) {
-        to_floats(held[i], x);
-      } else if (recodes) {
-        to_floats(load_unit<kAligned>(to), x);
-#pragma unroll
-        for (int j = 0; j < kUnit; ++j) x[j] = __fmul_rn(x[j], before);
-      } else if (clears) {
-#pragma unroll
-        for (int j = 0; j < kUnit; ++j) x[j] = 0.f;
-      } else {
-        continue;
-      }
-      store_unit<kAligned>(to, encode(x));
+      to_floats(held[i], x);
+      store_unit<kAligned>(cache + here.offset * plane.stride_token + here.part * kUnit, encode(x));
     }
   }
 }
 
-// A CTA a token: the winners of its block come from reading all slots.
+// A CTA a token: the winners of its block come from reading all slots, one a thread.
 template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_constant__ Write w) {
+  static_assert(kScanTokens <= kThreads);
   __shared__ int winner[kMaxBlockSize];
   __shared__ int losers[kScanTokens];
   __shared__ int num_losers;
-  const int64_t slot = w.slots[blockIdx.x];
-  if (!in_pool(w, slot)) return;
-  const Quotient at = divide(slot, w.block_size);
+  const int64_t mine = w.slots[blockIdx.x];
+  const int64_t other_slot = threadIdx.x < w.num_tokens ? w.slots[threadIdx.x] : -1;
   for (int offset = threadIdx.x; offset < w.block_size; offset += kThreads) winner[offset] = -1;
   if (threadIdx.x == 0) num_losers = 0;
   __syncthreads();
-  const int64_t first_slot = at.quotient * w.block_size;
-  for (int token = threadIdx.x; token < w.num_tokens; token += kThreads) {
-    const int64_t offset = w.slots[token] - first_slot;
-    if (offset < 0 || offset >= w.block_size) continue;
-    const int other = atomicMax(winner + offset, token);
+  if (!in_pool(w, mine)) return;
+  const Quotient at = divide(mine, w.block_size);
+  if (const int64_t offset = other_slot - at.quotient * w.block_size; offset >= 0 && offset < w.block_size) {
+    const int token = threadIdx.x, other = atomicMax(winner + offset, token);
     if (other >= 0) losers[atomicAdd(&num_losers, 1)] = min(other, token);
   }
   __syncthreads();
   bool others_lead = false;
   for (int offset = threadIdx.x; offset < at.remainder; offset += kThreads) others_lead |= winner[offset] >= 0;
   if (__syncthreads_or(others_lead) || winner[at.remainder] != static_cast<int>(blockIdx.x)) return;
-  for (int item = threadIdx.x / 32 + blockIdx.y * kWarps; item < 2 * w.num_kv_heads; item += kWarps * gridDim.y) {
+  for (int item = warp_index() + blockIdx.y * kWarps; item < 2 * w.num_kv_heads; item += kWarps * gridDim.y) {
     const bool is_value = item >= w.num_kv_heads;
     const int head = is_value ? item - w.num_kv_heads : item;
     float covered = 0.f;
@@ -258,69 +265,86 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
     if (threadIdx.x == 0) num_led = __popc(leaders);
   }
   __syncthreads();
+  __shared__ int winners[kWarps][kMaxBlockSize];
   const int per_block = 2 * w.num_kv_heads;
-  for (int item = threadIdx.x / 32; item < num_led * per_block; item += kWarps) {
+  const int items = __shfl_sync(~0u, num_led, 0) * per_block;  // as in warp_index
+  for (int item = warp_index(); item < items; item += kWarps) {
     const int64_t block = led[item / per_block];
+    int* winner = winners[threadIdx.x / 32];
+    __syncwarp();
+    for (int offset = threadIdx.x % 32; offset < w.block_size; offset += 32) winner[offset] = w.winner[block * w.block_size + offset];
+    __syncwarp();
     const int within = item % per_block;
     const bool is_value = within >= w.num_kv_heads;
     write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
-                                  w.winner + block * w.block_size, __uint_as_float(w.covered[block * per_block + within]));
+                                            winner, __uint_as_float(w.covered[block * per_block + within]));
   }
 }
 
 // ------------------------------------------------------------------------------------ token-head scales
 
+struct Target {
+  int64_t block;
+  int offset;
+  bool written;  // false: skipped, or a later token has the slot
+};
+
+// Where the CTA's tokens go, by all its threads.
+template <int kTokens, bool kScan>
+__device__ __forceinline__ void find_targets(const Write& w, int64_t first, Target (&targets)[kTokens]) {
+  auto target = [&](int64_t slot, bool wins) {
+    if (!wins) return Target{0, 0, false};
+    const Quotient at = divide(slot, w.block_size);
+    return Target{at.quotient, at.remainder, true};
+  };
+  if constexpr (kScan) {
+    static_assert(kTokens == 1);
+    const int64_t slot = w.slots[first];
+    bool rewritten = false;
+    for (int64_t later = first + 1 + threadIdx.x; later < w.num_tokens; later += kThreads) rewritten |= w.slots[later] == slot;
+    rewritten = __syncthreads_or(rewritten);
+    if (threadIdx.x == 0) targets[0] = target(slot, in_pool(w, slot) && !rewritten);
+  } else if (threadIdx.x < kTokens) {
+    const int64_t token = first + threadIdx.x;
+    const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+    targets[threadIdx.x] = target(slot, in_pool(w, slot) && w.winner[slot] == static_cast<int>(token));
+  }
+  __syncthreads();
+}
+
 // kLanes lanes take a (token, K or V, head), one unit each; a CTA takes kTokens tokens.
 template <class T, bool kAligned, bool kRotated, int kLanes, int kTokens, bool kScan>
 __global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__ Write w) {
-  const int unit = threadIdx.x % kLanes;
-  const bool has_unit = unit < w.head_dim / kUnit;
-  const int64_t first = int64_t{blockIdx.x} * kTokens;
-
-  Quotient at[kTokens];
-  bool writes[kTokens];
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const int64_t token = first + i;
-    const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
-    writes[i] = in_pool(w, slot);
-    at[i] = writes[i] ? divide(slot, w.block_size) : Quotient{0, 0};
-    if constexpr (kScan) {
-      bool rewritten = false;
-      for (int64_t later = token + 1 + threadIdx.x; later < w.num_tokens; later += kThreads) rewritten |= w.slots[later] == slot;
-      if (__syncthreads_or(rewritten)) writes[i] = false;
-    } else {
-      if (writes[i]) writes[i] = w.winner[slot] == static_cast<int>(token);
-    }
-  }
-  // Uniform over the CTA, so that every lane of a warp takes part in the reductions.
   constexpr int kGroups = kThreads / kLanes;
-  for (int item = threadIdx.x / kLanes; item - static_cast<int>(threadIdx.x) / kLanes < 2 * w.num_kv_heads; item += kGroups) {
-    const bool has_item = has_unit && item < 2 * w.num_kv_heads;
+  __shared__ Target targets[kTokens];
+  const int unit = threadIdx.x % kLanes;
+  const int64_t first = int64_t{blockIdx.x} * kTokens;
+  for (int base = 0; base < 2 * w.num_kv_heads; base += kGroups) {  // the same for all threads: they reduce together
+    const int item = base + static_cast<int>(threadIdx.x) / kLanes;
+    const bool has_item = item < 2 * w.num_kv_heads && unit < w.head_dim / kUnit;
     const bool is_value = item >= w.num_kv_heads;
     const int head = is_value ? item - w.num_kv_heads : item;
     const Plane& plane = w.planes[is_value];
-    const T* source = static_cast<const T*>(plane.source) + head * plane.source_stride_head + unit * kUnit;
+    const T* source = static_cast<const T*>(plane.source) + first * plane.source_stride_token + head * plane.source_stride_head + unit * kUnit;
     Unit<T> held[kTokens];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       held[i] = {};
-      if (writes[i] && has_item) held[i] = load_unit<kAligned>(source + (first + i) * plane.source_stride_token);
+      if (has_item && first + i < w.num_tokens) held[i] = load_unit<kAligned>(source + i * plane.source_stride_token);
     }
+    if (base == 0) find_targets<kTokens, kScan>(w, first, targets);  // while those loads are under way
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      float x[kUnit], max_abs = 0.f;
+      float x[kUnit];
       to_floats(held[i], x);
       if constexpr (kRotated) hadamard_transform<kLanes>(x, hadamard_size(w.head_dim), unit);
-#pragma unroll
-      for (int j = 0; j < kUnit; ++j) max_abs = max_magnitude(max_abs, x[j]);
+      const float max_abs = kRotated ? max_magnitude(0.f, x) : max_magnitude(0.f, held[i]);
       float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
       if (scale == 0.f) scale = 1.f;
-      if (!writes[i] || !has_item) continue;
-      if (unit == 0) {
-        plane.scale[at[i].quotient * plane.scale_stride_block + at[i].remainder * plane.scale_stride_token + head * plane.scale_stride_head] = scale;
-      }
-      store_unit<kAligned>(plane.cache + at[i].quotient * plane.stride_block + at[i].remainder * plane.stride_token + head * plane.stride_head + unit * kUnit,
+      const Target to = targets[i];
+      if (!to.written || !has_item) continue;
+      if (unit == 0) plane.scale[to.block * plane.scale_stride_block + to.offset * plane.scale_stride_token + head * plane.scale_stride_head] = scale;
+      store_unit<kAligned>(plane.cache + to.block * plane.stride_block + to.offset * plane.stride_token + head * plane.stride_head + unit * kUnit,
                            Encoder(scale)(x));
     }
   }

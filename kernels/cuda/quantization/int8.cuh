@@ -38,6 +38,30 @@ __device__ __forceinline__ float max_magnitude(float magnitude, float x) {
 #endif
 }
 
+// The same over eight elements.
+__device__ __forceinline__ float max_magnitude(float magnitude, const float (&x)[kUnit]) {
+#pragma unroll
+  for (int j = 0; j < kUnit; ++j) magnitude = max_magnitude(magnitude, x[j]);
+  return magnitude;
+}
+
+template <class T>
+__device__ __forceinline__ float max_magnitude(float magnitude, const Unit<T>& unit) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2) {  // in pairs: half the instructions
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const Pair* pairs = reinterpret_cast<const Pair*>(unit.words);
+    Pair largest = __habs2(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < kUnit / 2; ++i) largest = __hmax2_nan(largest, __habs2(pairs[i]));
+    return max_magnitude(max_magnitude(magnitude, static_cast<float>(largest.x)), static_cast<float>(largest.y));
+  }
+#endif
+  float x[kUnit];
+  to_floats(unit, x);
+  return max_magnitude(magnitude, x);
+}
+
 // Over a warp, or over aligned groups of kLanes (a power of two) lanes of it. All lanes take part.
 template <int kLanes = 32>
 __device__ __forceinline__ float group_max_magnitude(float magnitude) {
