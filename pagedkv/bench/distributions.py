@@ -58,20 +58,30 @@ def published(
     return _problem(q, k, v, tables, seq_lens, 1 / math.sqrt(head_dim))
 
 
-def gaussian(seed: int = 0) -> Problem:
-    """Unit normal K and V: 8 sequences of up to 512 tokens, 8 query heads, 4 KV heads, head_dim 64."""
-    return published(np.random.default_rng(seed), num_seqs=8, max_seq_len=512)
+def gaussian(seed: int = 0, head_dim: int = 64) -> Problem:
+    """Unit normal K and V: 8 sequences of up to 512 tokens, 8 query heads, 4 KV heads."""
+    return published(np.random.default_rng(seed), num_seqs=8, max_seq_len=512, head_dim=head_dim)
 
 
-def heavy_tailed(seed: int = 0) -> Problem:
+def heavy_tailed(seed: int = 0, head_dim: int = 64) -> Problem:
     """K and V eight times as large, and one entry of K in a thousand ten times larger still."""
     rng = np.random.default_rng(seed)
-    problem = published(rng, num_seqs=8, max_seq_len=512, kv_scale=8.0)
+    problem = published(rng, num_seqs=8, max_seq_len=512, kv_scale=8.0, head_dim=head_dim)
     spikes = torch.from_numpy(rng.random(problem.k.shape) < 0.001)
     return dataclasses.replace(problem, k=torch.where(spikes, problem.k * 10, problem.k))
 
 
-# To add a distribution, add a line: the quality notebook and its tests go over this table.
+def channel_outliers(seed: int = 0, head_dim: int = 64) -> Problem:
+    """Unit normal, but four channels of each K head lie around a constant of 5 to 15, as those of real models do."""
+    rng = np.random.default_rng(seed)
+    problem = published(rng, num_seqs=8, max_seq_len=512, head_dim=head_dim)
+    offsets = np.zeros((problem.k.shape[2], head_dim), np.float32)
+    for head in offsets:
+        head[rng.choice(head_dim, 4, replace=False)] = rng.uniform(5, 15, 4) * rng.choice([-1, 1], 4)
+    return dataclasses.replace(problem, k=problem.k + torch.from_numpy(offsets))
+
+
+# Those of the published figures; the quality notebook and its tests go over this table.
 DISTRIBUTIONS: dict[str, Callable[[int], Problem]] = {"gaussian": gaussian, "heavy_tailed": heavy_tailed}
 
 

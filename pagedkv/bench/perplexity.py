@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.bench.model_variants import Ensemble, RoundedSpec, Scores, summaries, teacher_forced, windows
-from pagedkv.bench.quality import round_to_fp8
+from pagedkv.bench.schemes import round_to_fp8
 from pagedkv.integrations.transformers import PagedCache
 from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 

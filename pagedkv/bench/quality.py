@@ -1,104 +1,73 @@
-"""What a compressed cache costs in accuracy: each scheme's attention output against float64 attention on the original K and V."""
+"""What a compressed cache costs in accuracy: each scheme against float64 attention on the original K and V."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-import pagedkv
 from pagedkv.bench.distributions import Problem, causal
+from pagedkv.bench.schemes import SCHEMES
 from pagedkv.kv_dump import Dump
+
+PLAIN = ("int8_block_head", "int8_token_head", "fp8_e4m3_token_head", "float16")  # schemes that change nothing in K, V and q
 
 
 def exact_attention(problem: Problem) -> Tensor:
-    """Softmax attention in float64 over the unquantised cache, on the CPU: `[num_seqs, num_heads, head_dim]`.
+    """Softmax attention in float64 over the unquantised cache, on the CPU: `[num_seqs, num_heads, head_dim]`."""
+    return Truth(problem).out
+
+
+class Truth:
+    """Softmax attention in float64 over the unquantised cache, on the CPU: `out` `[num_seqs, num_heads, head_dim]`, and its weights.
 
     Dense matrix products rather than the loops of `pagedkv.reference`, which a test checks it against: the
     reference takes a minute for one layer of a real dump.
     """
-    p = problem.to("cpu")
-    group = p.q.shape[1] // p.k.shape[2]
-    out = torch.empty(p.q.shape, dtype=torch.float64)
-    sharing: dict[tuple, list[int]] = {}  # the decode steps of one dump share a block table
-    for s, row in enumerate(p.block_tables.tolist()):
-        sharing.setdefault(tuple(row), []).append(s)
-    for seqs in sharing.values():
-        lengths = p.seq_lens[seqs]
-        longest = int(lengths.max())
-        blocks = p.block_tables[seqs[0], : -(-longest // p.k.shape[1])]
-        k, v = (_dense(pool, blocks, group)[:, :longest] for pool in (p.k, p.v))
-        logits = torch.einsum("shd,hld->shl", p.q[seqs].double(), k) * p.sm_scale
-        beyond = torch.arange(longest) >= lengths[:, None, None]
-        weights = logits.masked_fill(beyond, -torch.inf).softmax(dim=2)
-        weights = torch.where(lengths[:, None, None] == 0, 0.0, weights)  # a softmax over nothing is NaN; its output is 0
-        out[seqs] = torch.einsum("shl,hld->shd", weights, v)
-    return out
 
+    def __init__(self, problem: Problem):
+        self.problem = p = problem.to("cpu")
+        self.out = torch.empty(p.q.shape, dtype=torch.float64)
+        sharing: dict[tuple, list[int]] = {}  # the decode steps of one dump share a block table
+        for s, row in enumerate(p.block_tables.tolist()):
+            sharing.setdefault(tuple(row), []).append(s)
+        self._groups = [(seqs, self._log_weights(seqs, p.k)) for seqs in sharing.values()]
+        for seqs, log_weights in self._groups:
+            lengths = p.seq_lens[seqs]
+            weights = torch.where(lengths[:, None, None] == 0, 0.0, log_weights.exp())  # a softmax over nothing is NaN; its output is 0
+            self.out[seqs] = torch.einsum("shl,hld->shd", weights, self._dense(seqs, p.v))
 
-def _dense(pool: Tensor, blocks: Tensor, group: int) -> Tensor:
-    """`[num_heads, tokens, head_dim]` in float64, KV heads repeated to query heads."""
-    return pool[blocks.long()].flatten(0, 1).transpose(0, 1).double().repeat_interleave(group, dim=0)
+    def weight_errors(self, k: Tensor) -> dict[str, float]:
+        """How attention's weights change where K is `k` (a pool like the problem's), over all sequences and heads.
 
+        `weight_kl`: mean Kullback-Leibler divergence from the true weights, in nats; `top1_agreement`: how often the token with
+        the largest weight stays the same.
+        """
+        divergences, agreements = [], []
+        for seqs, truth in self._groups:
+            log_weights = self._log_weights(seqs, k.cpu())
+            attended = truth > -torch.inf
+            difference = torch.where(attended, truth - log_weights, 0.0)
+            divergences.append((truth.exp() * difference).sum(2).flatten())
+            agreements.append((truth.argmax(2) == log_weights.argmax(2)).double().flatten())
+        return {"weight_kl": torch.cat(divergences).mean().item(), "top1_agreement": torch.cat(agreements).mean().item()}
 
-# -------------------------------------------------------------------------------------------- schemes
+    def _log_weights(self, seqs: list[int], k: Tensor) -> Tensor:
+        """`[seqs, num_heads, tokens]`, -inf for tokens past a sequence's end."""
+        p = self.problem
+        keys = self._dense(seqs, k)
+        logits = torch.einsum("shd,hld->shl", p.q[seqs].double(), keys) * p.sm_scale
+        beyond = torch.arange(keys.shape[1]) >= p.seq_lens[seqs][:, None, None]
+        return logits.masked_fill(beyond, -torch.inf).log_softmax(2)
 
-
-def int8(granularity: str) -> Callable[[Problem], Tensor]:
-    """`quantize_kv` at a granularity, then `quant_paged_attention`: the kernels that this project offers."""
-
-    def attention(p: Problem) -> Tensor:
-        k, k_scale = pagedkv.quantize_kv(p.k, granularity)
-        v, v_scale = pagedkv.quantize_kv(p.v, granularity)
-        return pagedkv.quant_paged_attention(p.q, k, k_scale, v, v_scale, p.block_tables, p.seq_lens, p.sm_scale)
-
-    return attention
-
-
-def fp8_e4m3(p: Problem) -> Tensor:
-    """A peer's format: FP8 E4M3 with one float32 scale for each token and head, computed on in float32.
-
-    Rounded by torch and decoded before attention, so that what is measured is the format and not a kernel.
-    """
-    return pagedkv.paged_attention(p.q, round_to_fp8(p.k), round_to_fp8(p.v), p.block_tables, p.seq_lens, p.sm_scale)
-
-
-def round_to_fp8(kv: Tensor) -> Tensor:
-    """The values that FP8 E4M3 with a scale for each token and head holds, in the dtype of `kv` `[..., head_dim]`."""
-    largest = kv.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
-    return (kv / scale).to(torch.float8_e4m3fn).to(kv.dtype) * scale
-
-
-def float16(p: Problem) -> Tensor:
-    """What a cache that is not compressed holds: the yardstick for the rest."""
-    return pagedkv.paged_attention(p.q, p.k.half(), p.v.half(), p.block_tables, p.seq_lens, p.sm_scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """A way to hold the cache: how attention over it is computed, and what it takes."""
-
-    attention: Callable[[Problem], Tensor]
-    value_bytes: int
-    granularity: str | None = None  # of float32 scales; None: it has none
-
-    def percent_of_fp16(self, p: Problem) -> float:
-        _, block_size, _, head_dim = p.k.shape
-        group = {None: math.inf, "token_head": head_dim, "block_head": block_size * head_dim}[self.granularity]
-        return 100 * (self.value_bytes + 4 / group) / 2
-
-
-# To add a scheme, add a line: the notebook, its figure and the tests go over this table.
-SCHEMES: dict[str, Scheme] = {
-    "int8_block_head": Scheme(int8("block_head"), 1, "block_head"),
-    "int8_token_head": Scheme(int8("token_head"), 1, "token_head"),
-    "fp8_e4m3_token_head": Scheme(fp8_e4m3, 1, "token_head"),
-    "float16": Scheme(float16, 2),
-}
+    def _dense(self, seqs: list[int], pool: Tensor) -> Tensor:
+        """`[num_heads, tokens, head_dim]` in float64, as far as the longest sequence goes, KV heads repeated to query heads."""
+        p = self.problem
+        longest = int(p.seq_lens[seqs].max())
+        blocks = p.block_tables[seqs[0], : -(-longest // p.k.shape[1])].long()
+        group = p.q.shape[1] // p.k.shape[2]
+        return pool[blocks].flatten(0, 1)[:longest].transpose(0, 1).double().repeat_interleave(group, dim=0)
 
 
 # --------------------------------------------------------------------------------------- measurements
@@ -116,21 +85,22 @@ def errors(output: Tensor, truth: Tensor) -> dict[str, float]:
     }
 
 
-def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = tuple(SCHEMES)) -> Iterator[dict]:
-    """One row a scheme: `{scheme, percent_of_fp16, rmse, max_abs, out_std, rel_error}`, the scheme computed on `device`."""
-    truth = exact_attention(problem)
+def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = PLAIN) -> Iterator[dict]:
+    """One row a scheme, computed on `device`: `scheme`, `percent_of_fp16`, and what `errors` and `Truth.weight_errors` return."""
+    truth = Truth(problem)
     there = problem.to(device)
     for name in schemes:
-        scheme = SCHEMES[name]
-        yield {"scheme": name, "percent_of_fp16": scheme.percent_of_fp16(there), **errors(scheme.attention(there), truth)}
+        held = SCHEMES[name].hold(there)
+        percent = SCHEMES[name].percent_of_fp16(problem)
+        yield {"scheme": name, "percent_of_fp16": percent, **errors(held.out, truth.out), **truth.weight_errors(held.k)}
 
 
-def layers(dump: Dump, device: torch.device | str = "cpu") -> Iterator[dict]:
+def layers(dump: Dump, device: torch.device | str = "cpu", schemes: Iterable[str] = PLAIN) -> Iterator[dict]:
     """`measure` on each layer of a dump, with the model's own queries; rows carry `layer` and the largest |K| and |V|."""
     for layer in range(dump.num_layers):
         k, v = dump.k[layer], dump.v[layer]
         sizes = {"k_abs_max": k.abs().max().item(), "k_rms": k.square().mean().sqrt().item(), "v_abs_max": v.abs().max().item()}
-        for row in measure(causal(dump.q[layer], k, v, dump.sm_scale), device):
+        for row in measure(causal(dump.q[layer], k, v, dump.sm_scale), device, schemes):
             yield {"layer": layer, **row, **sizes}
 
 
