@@ -82,8 +82,7 @@ class KVPlanes:
             slots: int64 `[num_tokens]`, `block * block_size + offset`.
             k_means: what the spec takes out of K, float32 `[num_tokens, num_kv_heads, head_dim]`; None where it takes out nothing.
         """
-        if k_means is not None:
-            key, value = key.float() - k_means, value.float()  # float32, so that the encoding's rounding is the only one
+        key, value = self.spec.prepare(key, value, k_means)
         if self.spec.quantised:
             # Each block is first written at offset 0, which rids it of its former owner's scale.
             reshape_and_cache(key, value, self._k, self._k_scale, self._v, self._v_scale, slots, rotated=self.spec.rotate)

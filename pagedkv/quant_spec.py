@@ -49,6 +49,12 @@ class KVQuantSpec:
     def quantised(self) -> bool:
         return self.granularity is not None
 
+    def prepare(self, key: Tensor, value: Tensor, k_mean: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K and V as the cache write takes them: K without its mean, if there is one to take out (it broadcasts against `key`)."""
+        if k_mean is None:
+            return key, value
+        return key.float() - k_mean, value.float()  # float32, so that the encoding's rounding is the only one
+
     def bytes_per_block(self, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float16) -> int:
         """Bytes of one block of K and of V, scales included. `dtype` is that of an unquantised cache."""
         if not self.quantised:

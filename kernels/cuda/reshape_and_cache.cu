@@ -6,6 +6,7 @@
 // workspace, a word a slot of the pool, of which only the blocks that are written get touched.
 // The winner of a block's lowest slot leads the block: its CTA writes all of the block's new tokens. A token that is not its
 // slot's winner is not written, but the block's scale covers it.
+#include <algorithm>
 #include <climits>
 
 #include "quantization/int8.cuh"
@@ -16,7 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int64_t kScanTokens = 256;  // of more, reading all slots in each CTA costs more than two launches
-constexpr int kSpan = 32;  // tokens whose leaders a CTA looks for when the winners are in the workspace
+constexpr int kMaxSpan = 16;
 constexpr int kMaxBlockSize = 256;
 constexpr int64_t kMaxCtas = 1 << 30;
 
@@ -35,6 +36,7 @@ struct Write {
   const int64_t* slots;
   int64_t num_tokens, num_slots;
   int block_size, num_kv_heads, head_dim;
+  int span;     // tokens whose leaders a CTA looks for when the winners are in the workspace
   int* winner;  // [num_slots]: the last token of the call for the slot, or -1
   int* first;   // [num_blocks]: the lowest offset that the call writes
   unsigned* covered;  // [num_blocks][2 * num_kv_heads]: bits of the largest magnitude among tokens that are not winners
@@ -245,14 +247,14 @@ __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_c
   }
 }
 
-// A CTA for kSpan consecutive tokens: it writes the blocks that they lead.
+// A CTA for w.span consecutive tokens: it writes the blocks that they lead.
 template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__ Write w) {
-  __shared__ int64_t led[kSpan];
+  __shared__ int64_t led[kMaxSpan];
   __shared__ int num_led;
   if (threadIdx.x < 32) {
-    const int64_t token = int64_t{blockIdx.x} * kSpan + threadIdx.x;
-    const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+    const int64_t token = int64_t{blockIdx.x} * w.span + threadIdx.x;
+    const int64_t slot = threadIdx.x < w.span && token < w.num_tokens ? w.slots[token] : -1;
     bool leads = false;
     int64_t block = 0;
     if (in_pool(w, slot)) {
@@ -363,7 +365,7 @@ void launch_blocks(const Write& w, cudaStream_t stream) {
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
   claim_slots_of_blocks<T, kAligned, kRotated><<<grid, kThreads, 0, stream>>>(w);
-  write_blocks<T, kAligned, kRotated><<<grid_for(w.num_tokens, kSpan, kMaxCtas), kThreads, 0, stream>>>(w);
+  write_blocks<T, kAligned, kRotated><<<grid_for(w.num_tokens, w.span, kMaxCtas), kThreads, 0, stream>>>(w);
 }
 
 template <class T, bool kAligned, bool kRotated, int kLanes>
@@ -406,6 +408,7 @@ void reshape_and_cache(const CacheWriteParams& p, void* workspace, void* stream_
   w.planes[1] = {p.value, p.value_stride_token, p.value_stride_head, p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head,
                  p.v_scale, p.v_scale_stride_block, p.v_scale_stride_token, p.v_scale_stride_head};
   w.slots = p.slot_mapping;
+  w.span = static_cast<int>(std::clamp<int64_t>(p.num_tokens / 1024, 1, kMaxSpan));  // few tokens may all lead blocks: spread them
   w.num_tokens = p.num_tokens, w.num_slots = p.num_blocks * p.block_size;
   w.block_size = static_cast<int>(p.block_size), w.num_kv_heads = static_cast<int>(p.num_kv_heads), w.head_dim = static_cast<int>(p.head_dim);
   w.winner = static_cast<int*>(workspace), w.first = w.winner + w.num_slots, w.covered = reinterpret_cast<unsigned*>(w.first + p.num_blocks);

@@ -85,11 +85,8 @@ class RoundedSpec(KVQuantSpec):
     granularity: str | None = None
     rounding: Callable[[Tensor], Tensor] | None = None
 
-    def encode_key(self, key: Tensor, k_mean: Tensor | None = None) -> Tensor:
-        return self.rounding(key)
-
-    def encode_value(self, value: Tensor) -> Tensor:
-        return self.rounding(value)
+    def prepare(self, key: Tensor, value: Tensor, k_mean: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.rounding(key), self.rounding(value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- text

@@ -88,8 +88,12 @@ struct Encoder {
 
   // |x| / scale must not exceed 127.5, but for a NaN scale, which encodes everything as 0.
   __device__ __forceinline__ Unit<int8_t> operator()(const float (&x)[kUnit]) const {
-    if (!(scale >= 0x1p-96f)) return encode_slowly(x);
     uint32_t bits[kUnit];
+    if (!(scale >= 0x1p-96f)) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) bits[i] = level_of_small(x[i], scale);
+      return pack(bits);
+    }
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       // The quotient, correctly rounded: one Newton step on x * inverse, exact remainder (Markstein, 1990).
@@ -102,13 +106,10 @@ struct Encoder {
   }
 
  private:
-  __device__ __noinline__ Unit<int8_t> encode_slowly(const float (&x)[kUnit]) const {
-    uint32_t bits[kUnit];
-    for (int i = 0; i < kUnit; ++i) {
-      const float n = fminf(127.f, fmaxf(-127.f, rintf(__fdiv_rn(x[i], scale))));
-      bits[i] = isnan(scale) ? 0 : static_cast<uint32_t>(static_cast<int>(n));
-    }
-    return pack(bits);
+  // A call that takes no address: given x as an array, the compiler kept it in local memory, also where nobody calls.
+  __device__ static __noinline__ uint32_t level_of_small(float x, float scale) {
+    const float n = fminf(127.f, fmaxf(-127.f, rintf(__fdiv_rn(x, scale))));
+    return isnan(scale) ? 0 : static_cast<uint32_t>(static_cast<int>(n));
   }
 
   __device__ static __forceinline__ Unit<int8_t> pack(const uint32_t (&bits)[kUnit]) {
