@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pagedkv
+from pagedkv import reference
 from pagedkv.bench import attention, attention_peers, bandwidth, eviction
 from pagedkv.bench.attention_peers import IMPLEMENTATIONS, Absent
 from pagedkv.bench.inputs import PagedInputs, rotations, shape
@@ -196,6 +197,27 @@ def test_wrong_ids_of_our_own_are_an_error(monkeypatch, quick_timer):
     monkeypatch.setattr(eviction, "IMPLEMENTATIONS", (reverse,))
     with pytest.raises(AssertionError, match="stable sort"):
         list(eviction.size_rows(200, CPU))
+
+
+@pytest.mark.parametrize("name", eviction.DISTRIBUTIONS)
+def test_the_order_that_selections_are_held_to_is_the_references(name):
+    scores = eviction.DISTRIBUTIONS[name](500, torch.Generator().manual_seed(0))
+    assert scores.dtype == torch.float32 and scores.shape == (500,)
+    np.testing.assert_array_equal(eviction.order(scores), reference.select_eviction_candidates(scores, 500))
+
+
+def test_the_worst_distribution_is_named(quick_timer):
+    *rows, worst = eviction.adversarial_rows(300, CPU)
+    assert [row["distribution"] for row in rows] == list(eviction.DISTRIBUTIONS)
+    assert rows[0]["ratio"] == 1.0
+    assert (worst["quantity"], worst["value"]) == ("worst_ratio", max(row["ratio"] for row in rows))
+
+
+def test_trials_count_those_that_are_exact(monkeypatch):
+    assert eviction.exact_trials(60, CPU, max_blocks=300)["exact"] == 60
+    honest = pagedkv.select_eviction_candidates
+    monkeypatch.setattr(pagedkv, "select_eviction_candidates", lambda scores, k: honest(scores, k).flip(0))
+    assert 0 < eviction.exact_trials(60, CPU, max_blocks=300)["exact"] < 60  # one block, or none, is in order both ways
 
 
 def test_eviction_ratios_take_the_fastest_peer_of_the_kind():

@@ -1,12 +1,11 @@
 // select_eviction_candidates: the k lowest scores, ascending, ties to the lower block id.
 //
-// Exact, and linear whatever the scores are. A radix descent looks for the k-th lowest key: each level counts a digit of
-// 11 bits, takes the blocks below the digit of the k-th, and goes on with those that share it. It starts at the highest
-// bit in which the keys differ, so scores of similar size are told apart by the first level already. What is left in
-// the end are ties of the k-th key, in block order. A stable radix sort then orders what was taken.
+// Exact, and linear whatever the scores are. Histograms of 11 bits of the keys, from the highest bit in which they differ
+// downwards, close in on the k-th lowest until few blocks share what is known of it: mostly the first is enough. Blocks
+// up to there are listed in block order, and a stable radix sort of that list, not of the pool, gives the k lowest.
 #include <algorithm>
+#include <array>
 #include <cstring>
-#include <tuple>
 #include <utility>
 
 #include "parallel.h"
@@ -14,116 +13,87 @@
 namespace pagedkv {
 namespace {
 
-constexpr int kDigitBits = 11;
-constexpr int kBuckets = 1 << kDigitBits;
+constexpr int kLevelBits = 11;  // of the key, counted at a time: the counts stay in the first-level cache
+constexpr int kLevelDigits = 1 << kLevelBits;
+constexpr int kSortBits = 9;  // a pass of the sort
+constexpr int kSortDigits = 1 << kSortBits;
 constexpr int64_t kPartSize = 1 << 15;  // blocks that are worth a thread
 constexpr int64_t kMaxParts = 64;
 
 // Unsigned integers that order like the scores: -0.0 equals 0.0, NaN comes last.
 uint32_t key_of(float score) {
+  const uint32_t nan = score != score ? 0xffffffffu : 0;
   score += 0.0f;  // -0.0 becomes 0.0
   uint32_t bits;
   std::memcpy(&bits, &score, sizeof bits);
-  const uint32_t flip = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
-  return score != score ? 0xffffffffu : bits ^ flip;
+  return (bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u)) | nan;
 }
 
 int bit_width(uint32_t x) { return x == 0 ? 0 : 32 - __builtin_clz(x); }
 
 int64_t num_parts(int64_t n) { return std::clamp<int64_t>(n / kPartSize, 1, kMaxParts); }
 
-// Calls f(part, begin, end) for n items cut into parts.
+// Calls f(part, begin, end) for n blocks cut into parts.
 template <class F>
 void for_parts(int64_t n, const F& f) {
   const int64_t parts = num_parts(n);
   parallel_items(parts, [&](int64_t i) { f(i, n * i / parts, n * (i + 1) / parts); });
 }
 
-// What the levels of the descent share. A candidate is written as (key << 32 | block).
-struct Selection {
-  const float* scores;
-  uint64_t* taken;  // k of them in the end
-  int64_t num_taken = 0;
-  int64_t wanted;        // still to be taken
-  uint32_t* histograms;  // [kMaxParts, kBuckets]
+// What a selection sorts at most: a quarter more than k costs less than another look at the pool.
+int64_t max_candidates(int64_t n, int64_t k) { return std::min(n, k + k / 4 + 32); }
+
+// The k lowest have keys in [lowest, last]: `below` have one below `first`, the rest are among the `sharing` in [first, last].
+struct Cut {
+  uint32_t first, last;
+  int64_t below, sharing;
 };
 
-// One level, over the blocks block_at(0 .. n-1), whose keys less `base` have no bit above shift + 11. Takes those whose
-// digit (the 11 bits from `shift`) is below that of the wanted-th lowest, and writes those that share it, in order, to
-// `rest`. Returns that digit and how many share it.
-template <class BlockAt>
-std::pair<uint32_t, int64_t> descend(Selection& s, int64_t n, const BlockAt& block_at, uint32_t base, int shift, uint32_t* rest) {
-  for_parts(n, [&](int64_t part, int64_t begin, int64_t end) {
-    uint32_t* histogram = s.histograms + part * kBuckets;
-    std::fill_n(histogram, kBuckets, 0);
-    for (int64_t i = begin; i < end; ++i) ++histogram[(key_of(s.scores[block_at(i)]) - base) >> shift];
-  });
-
-  const int64_t parts = num_parts(n);
-  int64_t below[kMaxParts] = {}, sharing[kMaxParts] = {};  // of each part
-  int64_t num_below = 0;
-  uint32_t digit = 0;
-  for (;; ++digit) {
-    int64_t count = 0;
-    for (int64_t part = 0; part < parts; ++part) count += sharing[part] = s.histograms[part * kBuckets + digit];
-    if (num_below + count >= s.wanted) break;
-    num_below += count;
-    for (int64_t part = 0; part < parts; ++part) below[part] += sharing[part];
-  }
-
-  for_parts(n, [&](int64_t part, int64_t begin, int64_t end) {
-    int64_t to = s.num_taken, to_rest = 0;
-    for (int64_t i = 0; i < part; ++i) to += below[i], to_rest += sharing[i];
-    for (int64_t i = begin; i < end; ++i) {
-      const uint32_t block = block_at(i), key = key_of(s.scores[block]), mine = (key - base) >> shift;
-      if (mine < digit) s.taken[to++] = static_cast<uint64_t>(key) << 32 | block;
-      if (mine == digit) rest[to_rest++] = block;
+Cut find_cut(const uint32_t* keys, int64_t n, int64_t k, uint32_t lowest, uint32_t highest, uint32_t* histograms) {
+  Cut cut{lowest, highest, 0, n};
+  int bits = bit_width(highest - lowest);  // of keys less cut.first
+  while (bits > 0 && cut.below + cut.sharing > max_candidates(n, k)) {
+    const int shift = std::max(0, bits - kLevelBits);
+    const uint32_t first = cut.first, span = cut.last - first;
+    const bool all = cut.sharing == n;
+    for_parts(n, [=](int64_t part, int64_t begin, int64_t end) {
+      uint32_t* histogram = histograms + part * kLevelDigits;
+      std::fill_n(histogram, kLevelDigits, 0);
+      if (all) {
+        for (int64_t b = begin; b < end; ++b) ++histogram[(keys[b] - first) >> shift];
+      } else {
+        for (int64_t b = begin; b < end; ++b) {
+          if (keys[b] - first <= span) ++histogram[(keys[b] - first) >> shift];
+        }
+      }
+    });
+    uint32_t digit = 0;
+    for (;; ++digit) {
+      cut.sharing = 0;
+      for (int64_t part = 0; part < num_parts(n); ++part) cut.sharing += histograms[part * kLevelDigits + digit];
+      if (cut.below + cut.sharing >= k) break;
+      cut.below += cut.sharing;
     }
-  });
-  s.num_taken += num_below;
-  s.wanted -= num_below;
-  int64_t num_sharing = 0;
-  for (int64_t part = 0; part < parts; ++part) num_sharing += sharing[part];
-  return {digit, num_sharing};
+    cut.first = first + (digit << shift);
+    cut.last = cut.first + std::min((1u << shift) - 1, highest - cut.first);
+    bits = shift;
+  }
+  return cut;
 }
 
-// Fills s.taken. `rest` has room for two lists of n blocks.
-void take_lowest(Selection& s, int64_t n, uint32_t* rest) {
-  uint32_t lowest = 0xffffffffu, highest = 0;
-  for (int64_t b = 0; b < n; ++b) {
-    lowest = std::min(lowest, key_of(s.scores[b]));
-    highest = std::max(highest, key_of(s.scores[b]));
+// Stable by key, whose lowest is `base` and which differ in `bits` bits. Returns the sorted array, `a` or `b`.
+uint64_t* sort_by_key(uint64_t* a, uint64_t* b, int64_t n, uint32_t base, int bits) {
+  constexpr int kMaxPasses = (32 + kSortBits - 1) / kSortBits;
+  const int passes = (bits + kSortBits - 1) / kSortBits;
+  const auto digit = [base](uint64_t x, int pass) { return (static_cast<uint32_t>(x >> 32) - base) >> (pass * kSortBits) & (kSortDigits - 1); };
+  std::array<std::array<uint32_t, kSortDigits>, kMaxPasses> next{};
+  for (int64_t i = 0; i < n; ++i) {
+    for (int pass = 0; pass < passes; ++pass) ++next[pass][digit(a[i], pass)];
   }
-  uint32_t *from = rest, *to = rest + n;
-  int shift = std::max(0, bit_width(highest - lowest) - kDigitBits);
-  uint32_t base = lowest;
-  auto [digit, count] = descend(s, n, [](int64_t i) { return static_cast<uint32_t>(i); }, base, shift, to);
-  while (shift > 0) {
-    std::swap(from, to);
-    base += digit << shift;
-    shift = std::max(0, shift - kDigitBits);
-    std::tie(digit, count) = descend(s, count, [from](int64_t i) { return from[i]; }, base, shift, to);
-  }
-  // All that is left have one key.
-  for (int64_t i = 0; i < s.wanted; ++i) s.taken[s.num_taken + i] = static_cast<uint64_t>(base + digit) << 32 | to[i];
-}
-
-// Stable by key, so blocks of one key stay in ascending order. Returns the sorted array, `a` or `b`.
-uint64_t* sort_by_key(uint64_t* a, uint64_t* b, int64_t n) {
-  constexpr int64_t kSmall = 256;  // below it, clearing the histograms costs more than a comparison sort
-  if (n <= kSmall) {
-    std::sort(a, a + n);
-    return a;
-  }
-  const auto [lowest, highest] = std::minmax_element(a, a + n);
-  const uint32_t base = static_cast<uint32_t>(*lowest >> 32);
-  const int bits = bit_width(static_cast<uint32_t>(*highest >> 32) - base);
-  for (int shift = 0; shift < bits; shift += kDigitBits) {
-    const auto digit = [&](uint64_t x) { return (static_cast<uint32_t>(x >> 32) - base) >> shift & (kBuckets - 1); };
-    uint32_t next[kBuckets] = {}, sum = 0;
-    for (int64_t i = 0; i < n; ++i) ++next[digit(a[i])];
-    for (uint32_t& x : next) sum += std::exchange(x, sum);
-    for (int64_t i = 0; i < n; ++i) b[next[digit(a[i])]++] = a[i];
+  for (int pass = 0; pass < passes; ++pass) {
+    uint32_t sum = 0;
+    for (uint32_t& x : next[pass]) sum += std::exchange(x, sum);
+    for (int64_t i = 0; i < n; ++i) b[next[pass][digit(a[i], pass)]++] = a[i];
     std::swap(a, b);
   }
   return a;
@@ -131,18 +101,49 @@ uint64_t* sort_by_key(uint64_t* a, uint64_t* b, int64_t n) {
 
 }  // namespace
 
-// Two arrays of k candidates, two lists of blocks, and a histogram for each part.
+// Candidates, twice; keys and a list of blocks; a histogram for each part.
 size_t select_eviction_candidates_workspace(int64_t num_blocks, int64_t k) {
-  return 2 * k * sizeof(uint64_t) + (2 * num_blocks + num_parts(num_blocks) * kBuckets) * sizeof(uint32_t);
+  return 2 * max_candidates(num_blocks, k) * sizeof(uint64_t) + (2 * num_blocks + num_parts(num_blocks) * kLevelDigits) * sizeof(uint32_t);
 }
 
 void select_eviction_candidates(const float* scores, int64_t num_blocks, int64_t k, int64_t* ids, void* workspace, void*) {
-  uint64_t* taken = static_cast<uint64_t*>(workspace);
-  uint64_t* spare = taken + k;
-  uint32_t* rest = reinterpret_cast<uint32_t*>(spare + k);
-  Selection selection{scores, taken, 0, k, rest + 2 * num_blocks};
-  take_lowest(selection, num_blocks, rest);
-  const uint64_t* sorted = sort_by_key(taken, spare, k);
+  const int64_t n = num_blocks;
+  uint64_t* candidates = static_cast<uint64_t*>(workspace);
+  uint64_t* spare = candidates + max_candidates(n, k);
+  uint32_t* keys = reinterpret_cast<uint32_t*>(spare + max_candidates(n, k));
+  uint32_t* blocks = keys + n;
+  uint32_t* histograms = blocks + n;
+  for (int64_t b = 0; b < n; ++b) keys[b] = key_of(scores[b]);
+  uint32_t lowest = 0xffffffffu, highest = 0;
+  for (int64_t b = 0; b < n; ++b) {
+    lowest = keys[b] < lowest ? keys[b] : lowest;
+    highest = keys[b] > highest ? keys[b] : highest;
+  }
+  const Cut cut = find_cut(keys, n, k, lowest, highest, histograms);
+
+  int64_t listed[kMaxParts];
+  for_parts(n, [&listed, keys, blocks, last = cut.last](int64_t part, int64_t begin, int64_t end) {
+    uint32_t* list = blocks + begin;
+    int64_t count = 0;
+    for (int64_t b = begin; b < end; ++b) {  // no branch predictor knows which: write all, step past some
+      list[count] = static_cast<uint32_t>(b);
+      count += keys[b] <= last;
+    }
+    listed[part] = count;
+  });
+  // Too many sharing the cut can only be ties, of which the first are taken.
+  int64_t count = 0, sharing = cut.first == cut.last ? k - cut.below : cut.sharing;
+  const int64_t parts = num_parts(n);
+  for (int64_t part = 0; part < parts; ++part) {
+    const uint32_t* list = blocks + n * part / parts;
+    for (int64_t i = 0; i < listed[part]; ++i) {
+      const uint32_t key = keys[list[i]];
+      if (key >= cut.first && --sharing < 0) continue;
+      candidates[count++] = static_cast<uint64_t>(key) << 32 | list[i];
+    }
+  }
+
+  const uint64_t* sorted = sort_by_key(candidates, spare, count, lowest, bit_width(cut.last - lowest));
   for (int64_t i = 0; i < k; ++i) ids[i] = static_cast<int64_t>(sorted[i] & 0xffffffffu);
 }
 

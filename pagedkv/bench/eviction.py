@@ -1,12 +1,17 @@
 """Time eviction: score every block of a pool and pick those with the lowest scores.
 
-What the published host does, what PyTorch can do, and this project's ops, on the same statistics. An implementation's
-ids are compared with a stable sort of its scores before it is timed; a row says whether they are `exact`.
+What the published host does, what PyTorch and FlashInfer can do, and this project's ops, on the same statistics. An
+implementation's ids are compared with a stable sort of its scores before it is timed; a row says whether they are `exact`.
+Scores that are hard to select among are timed beside uniform ones (`adversarial_rows`), and thousands of random pools
+are checked (`exact_trials`).
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
+import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,10 +24,13 @@ from pagedkv.bench.inputs import MAX_ROTATIONS, ROTATE_OVER_CACHE, last_level_ca
 from pagedkv.evidence.timing import GRAPH_MAX_CALLS, measure
 
 MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
-NUM_BLOCKS = (1_024, 16_384, 131_072, 1_048_576)
+NUM_BLOCKS = {"cpu": (1_024, 16_384, 131_072, 1_048_576), "cuda": (1_024, 16_384, 131_072, 1_048_576, 16_777_216)}
 QUICK_NUM_BLOCKS = (1_024, 16_384)
 FRACTIONS = {"cpu": (0.15,), "cuda": (0.15, 0.01, 0.5)}
 BLOCK_SIZE = 16
+ADVERSARIAL_BLOCKS = {"cpu": 131_072, "cuda": 1_048_576}
+TRIALS = {"cpu": 1_000, "cuda": 6_000}
+_MAX_HOST_BLOCKS = 1_048_576  # beyond, NumPy takes seconds
 _BUDGET_S = {"cpu": 0.2, "cuda": 0.08}  # of timing, for each row
 _WEIGHTS = (0.4, 0.3, 0.3)
 
@@ -51,8 +59,19 @@ class Statistics:
             return torch.rand(size, device=device, generator=generator)
 
         made = cls(draw(num_blocks), draw(num_blocks), draw(num_blocks, BLOCK_SIZE), draw(num_blocks, BLOCK_SIZE) > 0.1)
-        made.host = tuple(x.cpu().numpy() for x in made)
+        if num_blocks <= _MAX_HOST_BLOCKS:
+            made.host = tuple(x.cpu().numpy() for x in made)
         return made
+
+
+def order(scores: Tensor) -> Tensor:
+    """Block ids by a stable sort: ascending as numbers (-0.0 equals 0.0), NaN last, ties to the lower id. int64 `[n]`.
+
+    The scores are turned into integers first, so that no sort's own view of zeros and NaN counts.
+    """
+    bits = (scores + 0.0).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return torch.sort(torch.where(scores.isnan(), 0x7FFFFFFF, keys), stable=True).indices
 
 
 def pool_bytes(num_blocks: int) -> int:
@@ -131,6 +150,16 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
+def _flashinfer(s: Statistics, k: int) -> Ids:
+    """FlashInfer takes the k largest, hence the sign; `sorted` orders them, but not ties."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ImportError("flashinfer is not installed (pip install flashinfer-python)")
+    import flashinfer
+
+    negated = -pagedkv.eviction_scores(*s)[None]
+    return lambda: flashinfer.top_k(negated, k, sorted=True)[1][0]
+
+
 # To add one, add a line.
 _topk, _topk_unsorted = (lambda x, k, o=o: torch.topk(x, k, largest=False, sorted=o).indices for o in (True, False))
 
@@ -162,6 +191,7 @@ IMPLEMENTATIONS = (
     Implementation("torch.topk alone, sorted", _select_only(_topk), "select"),
     Implementation("torch.topk alone, unsorted", _select_only(_topk_unsorted), "select"),
     Implementation("torch stable sort alone", _select_only(_stable_sort), "select"),
+    Implementation("FlashInfer top-k alone, sorted", _flashinfer, "select", devices=("cuda",)),
 )
 
 
@@ -209,6 +239,8 @@ def size_rows(
         for implementation in IMPLEMENTATIONS:
             if device.type not in implementation.devices or (device.type == "cuda" and implementation.host and fraction != fractions[0]):
                 continue  # the host sorts the same whatever k is: on a GPU's clock it is timed once
+            if implementation.host and num_blocks > _MAX_HOST_BLOCKS:
+                continue
             row = {"kind": "eviction", "blocks": num_blocks, "k": k, "fraction": fraction, "implementation": implementation.name,
                    "part": implementation.part, "ours": implementation.ours}  # fmt: skip
             modes = ("cpu",) if implementation.host else MODES[device.type]
@@ -238,9 +270,104 @@ def _exact(implementation: Implementation, result: object, pool: Statistics) -> 
     """Whether the ids are those of a stable sort of the implementation's own scores."""
     if implementation.part == "score":
         return None
-    ids = result.cpu().numpy() if isinstance(result, Tensor) else result
-    scores = numpy_scores(*pool.host) if implementation.scores is numpy_scores else implementation.scores(*pool).cpu().numpy()
-    return np.array_equal(ids, np.argsort(scores, kind="stable")[: len(ids)])
+    if implementation.scores is numpy_scores:
+        return np.array_equal(result, np.argsort(numpy_scores(*pool.host), kind="stable")[: len(result)])
+    return torch.equal(result, order(implementation.scores(*pool))[: len(result)])
+
+
+# ---------------------------------------------------------------------------------------- hard scores
+
+Draw = Callable[[int, torch.Generator], Tensor]
+
+
+def _random(n: int, g: torch.Generator) -> Tensor:
+    return torch.rand(n, generator=g, device=g.device)
+
+
+def _among(values: tuple[float, ...]) -> Draw:
+    def draw(n: int, g: torch.Generator) -> Tensor:
+        return torch.tensor(values, device=g.device)[torch.randint(len(values), (n,), generator=g, device=g.device)]
+
+    return draw
+
+
+def _one_outlier(n: int, g: torch.Generator) -> Tensor:
+    scores = torch.ones(n, device=g.device)
+    scores[n // 2] = 1.1
+    return scores
+
+
+# Name: (blocks, generator) -> scores. What a selection by sampling, by histogram or by the bits of a float may stumble over.
+DISTRIBUTIONS: dict[str, Draw] = {
+    "uniform": _random,
+    "all equal": _among((0.25,)),
+    "one bit apart": _among((1 - 2.0**-24, 1.0, 1 + 2.0**-23)),
+    "infinities and NaN": _among((math.inf, -math.inf, math.nan, 0.0, -1.0)),
+    "all NaN": _among((math.nan,)),
+    "denormals": _among((-(2.0**-148), -(2.0**-149), 0.0, 2.0**-149, 2.0**-148)),
+    "both zeros": _among((0.0, -0.0)),
+    "a hundred values": _among(tuple(i / 100 for i in range(100))),
+    "halving values": _among(tuple(2.0**-i for i in range(20))),
+    "sorted": lambda n, g: torch.arange(n, device=g.device).float(),
+    "reversed": lambda n, g: -torch.arange(n, device=g.device).float(),
+    "two clusters": lambda n, g: _random(n, g) * 1e-6 + (_random(n, g) < 0.5),
+    "one outlier": _one_outlier,
+    "within one percent": lambda n, g: 0.5 + 0.01 * _random(n, g),
+    "all magnitudes": lambda n, g: (_random(n, g) - 0.5) * 10.0 ** ((_random(n, g) * 70).floor() - 35),
+}
+
+
+def adversarial_rows(num_blocks: int, device: torch.device, *, fraction: float = 0.15, budget_s: float | None = None) -> Iterator[dict]:
+    """Time the fused op on scores of each of `DISTRIBUTIONS`: recency holds them, and the other weights are 0.
+
+    Yields:
+        `kind` "adversarial", `blocks`, `k`, `fraction`, `distribution`, `mode`, the times, and `ratio` to the uniform distribution's
+        median in the same mode; then for each mode one of `kind` "derived", `quantity` "worst_ratio", `value`, `distribution`.
+
+    Raises:
+        AssertionError: the ids on a distribution are not those of a stable sort.
+    """
+    k = int(num_blocks * fraction)
+    pools = [Statistics.random(num_blocks, device, seed) for seed in range(rotations(num_blocks, device))]
+    generator = torch.Generator(device).manual_seed(0)
+    rows: list[dict] = []
+    for name, draw in DISTRIBUTIONS.items():
+        for pool in pools:
+            pool.recency = draw(num_blocks, generator)
+        calls = [lambda pool=pool: pagedkv.evict_blocks(*pool, k, 1.0, 0.0, 0.0) for pool in pools]
+        ids, scores = calls[0]()
+        if not torch.equal(ids, order(scores)[:k]):
+            raise AssertionError(f"evict_blocks: its ids on {num_blocks} blocks, {name}, are not those of a stable sort")
+        for mode in MODES[device.type]:
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=budget_s or _BUDGET_S[device.type])
+            uniform = next((r["p50_us"] for r in rows if r["mode"] == mode), times["p50_us"])
+            rows.append({"kind": "adversarial", "blocks": num_blocks, "k": k, "fraction": fraction, "distribution": name,
+                         "status": "measured", **times, "ratio": times["p50_us"] / uniform})  # fmt: skip
+            yield rows[-1]
+    for mode in MODES[device.type]:
+        worst = max((r for r in rows if r["mode"] == mode), key=lambda r: r["ratio"])
+        yield {"kind": "derived", "blocks": num_blocks, "fraction": fraction, "mode": mode, "quantity": "worst_ratio", "status": "measured",
+               "value": worst["ratio"], "distribution": worst["distribution"]}  # fmt: skip
+
+
+def exact_trials(trials: int, device: torch.device, *, max_blocks: int = 65_536, seed: int = 0) -> dict:
+    """Select from random pools and compare with a stable sort: how many of `trials` are equal, id for id.
+
+    Pools of 1 to `max_blocks` blocks (as many of each magnitude), scores of each of `DISTRIBUTIONS` in turn, k of any size. What is
+    compared stays on the device until the end.
+
+    Returns a row of `kind` "trials": `trials`, `exact` (of them), `max_blocks`.
+    """
+    sizes = random.Random(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    draws = list(DISTRIBUTIONS.values())
+    equal = []
+    for trial in range(trials):
+        n = int(math.exp(sizes.uniform(0, math.log(max_blocks + 1))))
+        k = sizes.choice((sizes.randint(0, n), sizes.randint(0, n), n * 15 // 100, n))
+        scores = draws[trial % len(draws)](n, generator)
+        equal.append((pagedkv.select_eviction_candidates(scores, k) == order(scores)[:k]).all())
+    return {"kind": "trials", "trials": trials, "exact": int(torch.stack(equal).sum()), "max_blocks": max_blocks, "status": "measured"}
 
 
 # -------------------------------------------------------------------------------------------- derived
@@ -251,6 +378,8 @@ _RATIOS = {
     "vs_eager": ("torch eager", None),
     "vs_compile": ("torch.compile", None),
     "vs_topk_alone": ("torch.topk alone", None),
+    "vs_stable_sort_alone": ("torch stable sort alone", None),
+    "vs_flashinfer_alone": ("FlashInfer top-k alone", None),
     "fused_vs_separate": ("pagedkv, separate", None),
 }
 
