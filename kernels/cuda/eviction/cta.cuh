@@ -25,17 +25,24 @@ __device__ __forceinline__ uint64_t element_of(float score, int64_t id, int id_b
   return static_cast<uint64_t>(key_of(score)) << id_bits | static_cast<uint64_t>(id);
 }
 
-// The CTAs that work on a selection: the whole grid, or one CTA alone.
+// The CTAs that work on a selection: the whole grid.
 struct Team {
   int rank, size;
-  __device__ __forceinline__ void sync() const {
-    if (size == 1) {
-      __syncthreads();
-    } else {
-      cooperative_groups::this_grid().sync();
-    }
-  }
+  __device__ __forceinline__ void sync() const { cooperative_groups::this_grid().sync(); }
 };
+
+// Lanes of the warp that hold the same kBits-bit value. Ballots take a fraction of the time of __match_any_sync.
+template <int kBits>
+__device__ __forceinline__ unsigned lanes_that_share(uint32_t value) {
+  unsigned peers = ~0u;
+#pragma unroll
+  for (int bit = 0; bit < kBits; ++bit) {
+    const bool set = value >> bit & 1;
+    const unsigned holders = __ballot_sync(~0u, set);
+    peers &= set ? holders : ~holders;
+  }
+  return peers;
+}
 
 // Sorts in place, ascending, any number of elements: Batcher's bitonic network in the form whose comparators all
 // point one way, so elements past the end act as +infinity and need not exist. Steps whose comparators stay within

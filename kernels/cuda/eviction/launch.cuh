@@ -1,59 +1,60 @@
 // Plans and launches a selection, with or without the scoring before it.
 //
-//   num_blocks <= 2,048        one CTA sorts them all
-//   some thousand blocks       one cooperative launch: all SMs score, one CTA selects by sample in shared memory
-//   more                       one cooperative launch: all SMs score and select by sample
-//   k or num_blocks too large for the sample's tables, and samples that failed: radix, in the same launch
+//   num_blocks <= kSmallPool   one CTA, in shared memory
+//   more                       one cooperative launch: all SMs score, and select by buckets. Where one overflows: by sample.
+//                              Where that fails, too, or k or num_blocks is too large for its tables: by radix
 //   no cooperative launches    radix, a launch a stage
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
+#include "eviction/bucket_select.cuh"
 #include "eviction/radix_select.cuh"
 #include "eviction/sample_select.cuh"
 #include "eviction/score.cuh"
+#include "eviction/small_select.cuh"
 
 namespace pagedkv::eviction {
-
-constexpr int64_t kTinyPool = 2048;
-constexpr int64_t kSoloPool = 4096;  // up to here one CTA may select alone; at 16,384 it took 38 us on an H200, the team 22
 
 struct SelectParams {
   ScoreParams score;
   bool aligned;  // rows_aligned(score)
-  bool sampled;  // try the sample first
-  bool solo;     // one CTA selects
+  BucketParams buckets;
+  bool sampled;  // the sample may serve where buckets overflow
   SampleParams sample;
   RadixParams radix;
 };
 
 // kScore: score.scores is written first; otherwise it is the input.
 template <bool kScore>
-__global__ void __launch_bounds__(kThreads, 1) select_tiny(ScoreParams score, bool aligned, int64_t k, int64_t* ids, int id_bits) {
-  __shared__ uint64_t elements[kTinyPool];
-  if constexpr (kScore) {
-    score_blocks(score, aligned);
-    __syncthreads();
-  }
-  const int count = static_cast<int>(score.num_blocks);
-  for (int i = threadIdx.x; i < count; i += kThreads) elements[i] = element_of(score.scores[i], i, id_bits);
-  __syncthreads();
-  sort_shared(elements, count);
-  for (int i = threadIdx.x; i < k; i += kThreads) ids[i] = static_cast<int64_t>(elements[i] & ((uint64_t{1} << id_bits) - 1));
-}
-
-template <bool kScore>
 __global__ void __launch_bounds__(kThreads, 1) select_cooperative(const __grid_constant__ SelectParams p) {
   extern __shared__ __align__(16) char memory[];
-  const Team grid{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
-  if constexpr (kScore) score_blocks(p.score, p.aligned);
-  if (p.sampled && !p.solo) {
-    for (int i = grid.rank * kThreads + threadIdx.x; i <= p.sample.max_bins; i += grid.size * kThreads) p.sample.totals[i] = 0;
+  BucketShared& shared = *reinterpret_cast<BucketShared*>(memory);
+  const auto grid = cooperative_groups::this_grid();
+  const Team team{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+
+  clear(p.buckets, team, shared);
+  if (p.sampled) {
+    for (int i = team.rank * kThreads + threadIdx.x; i <= p.sample.max_bins; i += team.size * kThreads) p.sample.totals[i] = 0;
   }
-  grid.sync();
-  if (p.solo && grid.rank > 0) return;
-  const Team team = p.solo ? Team{0, 1} : grid;
+  auto cleared = grid.barrier_arrive();  // and a barrier of the CTA; nobody needs to wait before there is something to add
+  if constexpr (kScore) {
+    score_blocks(p.score, p.aligned, [&](int64_t, bool is_one, float score) {
+      if (is_one) count_coarse(shared.histogram, score);
+    });
+  } else {
+    count_scores(p.buckets, team, shared);
+  }
+  grid.barrier_wait(std::move(cleared));
+  merge_histogram(p.buckets, shared);
+  team.sync();
+  fill_buckets(p.buckets, team, shared);
+  team.sync();
+  if (order_buckets(p.buckets, team, shared)) return;
+
+  team.sync();
   if (p.sampled && sample_select(p.sample, team, SampleShared(memory, p.sample))) return;
   __syncthreads();
   radix_select(p.radix, team, *reinterpret_cast<RadixShared*>(memory));
@@ -64,20 +65,23 @@ __global__ void __launch_bounds__(kThreads, 1) select_stage(const __grid_constan
   extern __shared__ __align__(16) char memory[];
   const Team grid{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
   if constexpr (kScore) {
-    if (stage == 0) score_blocks(p.score, p.aligned);
+    if (stage == 0) score_blocks(p.score, p.aligned, [](int64_t, bool, float) {});
   }
   radix_stage(p.radix, grid, *reinterpret_cast<RadixShared*>(memory), stage);
 }
 
 // ------------------------------------------------------------------------------------------- planning
 
-// Workspace, in 8-byte words so that everything is aligned.
+// Workspace, in pieces that are multiples of 16 bytes. The three ways to select take turns with its elements.
 struct Workspace {
   static constexpr size_t kTotals = kMaxBins + 8, kHistograms = 4 * kDigits, kCounts = 2 * kMaxCtas, kDigitCounts = size_t{kDigits} * kMaxCtas;
   static constexpr int kMaxSorted = 4096;
+  static size_t counters(int64_t buckets) { return (buckets * BucketParams::stride(buckets) + 1 + 3) / 4 * 4; }
   static size_t bytes(int64_t num_blocks, int64_t k) {
-    if (k == 0 || num_blocks <= kTinyPool) return 0;
-    return 4 * (kTotals + kHistograms + kCounts + kDigitCounts) + 8 * (2 * static_cast<size_t>(k) + kMaxSorted);
+    if (k == 0 || num_blocks <= kSmallPool) return 0;
+    const int64_t buckets = BucketParams::buckets(num_blocks, k);
+    const size_t elements = std::max<size_t>(buckets * kBucketRoom, 2 * k + kMaxSorted);
+    return 4 * (kCoarseBins + counters(buckets) + kTotals + kHistograms + kCounts + kDigitCounts) + 8 * elements;
   }
 };
 
@@ -88,7 +92,7 @@ inline int intervals_for(double fraction, int samples) {
   return kTail + (cut < samples ? cut : samples + kTail + 1);
 }
 
-// Fills in p.sample, p.sampled and p.solo. `shared_limit`: bytes of shared memory that a CTA may have.
+// Fills in p.sample and p.sampled. `shared_limit`: bytes of shared memory that a CTA may have.
 inline void plan_sample(SelectParams& p, int64_t n, int64_t k, int team, size_t shared_limit) {
   SampleParams& s = p.sample;
   s.id_bits = 1;
@@ -114,37 +118,38 @@ inline void plan_sample(SelectParams& p, int64_t n, int64_t k, int team, size_t 
 
   // What is expected, with room for chance and for pools where low scores come in runs.
   const double share = std::fmin(1.0, static_cast<double>(s.intervals - kTail) / s.samples);
-  p.solo = n <= kSoloPool && 1.1 * share * static_cast<double>(n) <= s.max_listed;
   const double candidates = share * static_cast<double>(n) / team;
   const double mean_bin = static_cast<double>(n) / s.samples / s.bins_per_interval;
-  p.sampled = p.solo || (1.25 * candidates + 1024 <= s.max_listed && 8 * mean_bin <= s.max_sorted);
+  p.sampled = 1.25 * candidates + 1024 <= s.max_listed && 8 * mean_bin <= s.max_sorted;
 }
 
 template <bool kScore>
 void select(const ScoreParams& score, int64_t k, int64_t* ids, void* workspace, cudaStream_t stream) {
   const int64_t n = score.num_blocks;
+  if (n <= kThreads) return launch_small<kScore, 1>(score, k, ids, stream);
+  if (n <= kSmallPool) return launch_small<kScore, kSmallItems>(score, k, ids, stream);
+
   SelectParams p{};
   p.score = score;
   p.aligned = kScore && rows_aligned(score);
-  if (n <= kTinyPool) {
-    select_tiny<kScore><<<1, kThreads, 0, stream>>>(score, p.aligned, k, ids, 12);
-    return check_launch("select_tiny");
-  }
-
+  p.buckets.num_buckets = static_cast<int>(BucketParams::buckets(n, k));
+  p.buckets.filled_stride = static_cast<int>(BucketParams::stride(p.buckets.num_buckets));
   uint32_t* words = static_cast<uint32_t*>(workspace);
+  p.buckets.coarse = words, words += kCoarseBins;
+  p.buckets.failed = words;
+  p.buckets.filled = words + 1, words += Workspace::counters(p.buckets.num_buckets);
   p.sample.totals = words, words += Workspace::kTotals;
   p.radix.histograms = words, words += Workspace::kHistograms;
   p.radix.counts = words, words += Workspace::kCounts;
   p.radix.digits = words, words += Workspace::kDigitCounts;
-  p.radix.ping = p.sample.binned = reinterpret_cast<uint64_t*>(words);
+  p.radix.ping = p.sample.binned = p.buckets.elements = reinterpret_cast<uint64_t*>(words);
   p.radix.pong = p.radix.ping + k;
-  p.radix.scores = p.sample.scores = score.scores;
-  p.radix.num_blocks = p.sample.num_blocks = n;
-  p.radix.k = p.sample.k = k;
-  p.radix.ids = p.sample.ids = ids;
+  p.radix.scores = p.sample.scores = p.buckets.scores = score.scores;
+  p.radix.num_blocks = p.sample.num_blocks = p.buckets.num_blocks = n;
+  p.radix.k = p.sample.k = p.buckets.k = k;
+  p.radix.ids = p.sample.ids = p.buckets.ids = ids;
 
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  const int64_t score_ctas = (n + kTileRows * kWarps - 1) / (kTileRows * kWarps);
   if (!device_attribute(cudaDevAttrCooperativeLaunch)) {
     const unsigned grid = grid_for(n, kThreads, sms < kMaxCtas ? sms : kMaxCtas);
     for (int stage = 0; stage < kRadixStages; ++stage) select_stage<kScore><<<grid, kThreads, sizeof(RadixShared), stream>>>(p, stage);
@@ -155,16 +160,14 @@ void select(const ScoreParams& score, int64_t k, int64_t* ids, void* workspace, 
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
   const size_t shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - attributes.sharedSizeBytes;
-  int team = sms < kMaxCtas ? sms : kMaxCtas;  // launch bounds and shared memory allow one CTA an SM; more would only cost in barriers
+  const int team = sms < kMaxCtas ? sms : kMaxCtas;  // launch bounds and shared memory allow one CTA an SM; more would only cost in barriers
   plan_sample(p, n, k, team, shared_limit);
-  size_t shared = sizeof(RadixShared);
+  size_t shared = std::max(sizeof(BucketShared), sizeof(RadixShared));
   if (p.sampled) shared = std::max(shared, SampleShared::bytes(p.sample));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "cudaFuncSetAttribute");
   int per_sm = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, shared), "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   if (per_sm < 1) throw std::runtime_error("select_cooperative: a CTA of 1024 threads does not fit an SM");
-  // Fewer CTAs meet sooner: a solo selection needs no more than what scores fastest.
-  if (p.solo) team = static_cast<int>(std::min<int64_t>(team, kScore ? 4 * score_ctas : 1));
   void* arguments[] = {&p};
   check(cudaLaunchCooperativeKernel(kernel, dim3(team), dim3(kThreads), arguments, shared, stream), "select_cooperative");
 }

@@ -72,7 +72,7 @@ __device__ inline void find_prefix(const RadixParams& p, RadixShared& shared, in
 
 // A histogram in shared memory; lanes that share a digit add once, so equal keys don't serialise.
 __device__ __forceinline__ void count_digit(uint32_t* histogram, bool active, uint32_t digit) {
-  const unsigned peers = __match_any_sync(~0u, active ? digit : kDigits + threadIdx.x % 32);
+  const unsigned peers = lanes_that_share<8>(digit) & __ballot_sync(~0u, active);
   if (active && (threadIdx.x % 32) == __ffs(peers) - 1) atomicAdd(histogram + digit, __popc(peers));
 }
 
@@ -188,7 +188,7 @@ __device__ inline void scatter_digit(const RadixParams& p, const Team& team, Rad
     const uint32_t own = element >> (32 + 8 * pass) & 0xff;
     for (int d = lane; d < kDigits; d += 32) shared.warp_digits[warp][d] = 0;
     __syncwarp();
-    const unsigned peers = __match_any_sync(~0u, active ? own : kDigits + lane);
+    const unsigned peers = lanes_that_share<8>(own) & __ballot_sync(~0u, active);
     const uint32_t rank = __popc(peers & ((1u << lane) - 1));
     if (active && rank == 0) shared.warp_digits[warp][own] = __popc(peers);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Selection by sample sort: the fast path.
+// Selection by sample sort: exact on nearly any scores, at about the same speed.
 //
 //   1  Every CTA sorts the same small sample of the scores. Its elements split the range of elements (score, id) into
 //      intervals of about as many blocks each; the lowest of them hold the k, with a margin of several sigma.
@@ -150,7 +150,7 @@ __device__ inline void list_candidates(const SampleParams& p, const Team& team, 
   }
 }
 
-// Turns totals of bins, in global or shared memory, into starts[0 .. bins], finds the largest bin that reaches into the k, and returns the sum.
+// Turns totals of bins into starts[0 .. bins], finds the largest bin that reaches into the k, and returns the sum.
 __device__ inline uint32_t scan_totals(const SampleParams& p, const uint32_t* totals, const SampleShared& shared, int bins) {
   uint32_t count[kMaxBins / kThreads], sum = 0;
   const int each = p.max_bins / kThreads;  // 2, 4 or 8
@@ -203,8 +203,8 @@ __device__ __forceinline__ void rank_bin(const SampleParams& p, const uint64_t* 
   }
 }
 
-// Bins go round the warps of the team. `resident`: all elements are in shared.listed, in bin order; else in p.binned.
-__device__ inline void order_bins(const SampleParams& p, const Team& team, const SampleShared& shared, int bins, bool resident) {
+// Bins go round the warps of the team.
+__device__ inline void order_bins(const SampleParams& p, const Team& team, const SampleShared& shared, int bins) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t* large = shared.places;  // no longer needed
   uint64_t* staged = shared.sorted + warp * (p.max_sorted / kWarps);
@@ -218,19 +218,15 @@ __device__ inline void order_bins(const SampleParams& p, const Team& team, const
       if (lane == 0) large[atomicAdd(shared.num_large, 1u)] = bin;
       continue;
     }
-    const uint64_t* elements = shared.listed + start;
-    if (!resident) {
-      __syncwarp();
-      for (int i = lane; i < count; i += 32) staged[i] = __ldcg(p.binned + start + i);
-      __syncwarp();
-      elements = staged;
-    }
+    __syncwarp();
+    for (int i = lane; i < count; i += 32) staged[i] = __ldcg(p.binned + start + i);
+    __syncwarp();
     if (count <= 32) {
-      rank_bin<1>(p, elements, start, count);
+      rank_bin<1>(p, staged, start, count);
     } else if (count <= 64) {
-      rank_bin<2>(p, elements, start, count);
+      rank_bin<2>(p, staged, start, count);
     } else {
-      rank_bin<4>(p, elements, start, count);
+      rank_bin<4>(p, staged, start, count);
     }
   }
   if (*shared.largest <= static_cast<uint32_t>(warp_bin)) return;
@@ -239,7 +235,7 @@ __device__ inline void order_bins(const SampleParams& p, const Team& team, const
   for (uint32_t i = 0; i < num_large; ++i) {
     const uint32_t start = shared.starts[large[i]];
     const int count = static_cast<int>(shared.starts[large[i] + 1] - start);
-    for (int j = threadIdx.x; j < count; j += kThreads) shared.sorted[j] = resident ? shared.listed[start + j] : __ldcg(p.binned + start + j);
+    for (int j = threadIdx.x; j < count; j += kThreads) shared.sorted[j] = __ldcg(p.binned + start + j);
     __syncthreads();
     sort_shared(shared.sorted, count);
     for (int j = threadIdx.x; j < count; j += kThreads) write_id(p, start + j, shared.sorted[j]);
@@ -250,7 +246,6 @@ __device__ inline void order_bins(const SampleParams& p, const Team& team, const
 // False, with nothing written to p.ids, where the sample does not serve; every CTA of the team returns the same.
 // p.totals must be zero; the team is in step on entry.
 __device__ inline bool sample_select(const SampleParams& p, const Team& team, const SampleShared& shared) {
-  const bool alone = team.size == 1;
   const int bins = p.intervals * p.bins_per_interval;
   if (threadIdx.x < 3) shared.num_listed[threadIdx.x] = 0;  // and num_large, largest
   for (int bin = threadIdx.x; bin < p.max_bins; bin += kThreads) shared.offsets[bin] = 0;
@@ -266,43 +261,21 @@ __device__ inline bool sample_select(const SampleParams& p, const Team& team, co
   }
   __syncthreads();
 
-  uint32_t total;
-  if (alone) {
-    if (overflows) return false;
-    total = scan_totals(p, shared.offsets, shared, bins);
-  } else {
-    for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
-      if (const uint32_t count = shared.offsets[bin]) shared.offsets[bin] = atomicAdd(p.totals + bin, count);
-    }
-    if (overflows && threadIdx.x == 0) atomicAdd(p.totals + p.max_bins, 1u);
-    team.sync();
-    total = scan_totals(p, p.totals, shared, bins);
-    if (__ldcg(p.totals + p.max_bins) > 0) return false;
+  for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+    if (const uint32_t count = shared.offsets[bin]) shared.offsets[bin] = atomicAdd(p.totals + bin, count);
   }
+  if (overflows && threadIdx.x == 0) atomicAdd(p.totals + p.max_bins, 1u);
+  team.sync();
+  const uint32_t total = scan_totals(p, p.totals, shared, bins);
+  if (__ldcg(p.totals + p.max_bins) > 0) return false;
   if (total < p.k || *shared.largest > static_cast<uint32_t>(p.max_sorted)) return false;
 
-  if (alone) {  // into bin order, in place, through registers
-    constexpr int kEach = kMaxListed / kThreads;
-    uint64_t held[kEach];
-    uint32_t place[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int j = threadIdx.x + i * kThreads;
-      if (j < listed) held[i] = shared.listed[j], place[i] = shared.places[j];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (threadIdx.x + i * kThreads < listed) shared.listed[shared.starts[place[i] >> 16] + (place[i] & 0xffff)] = held[i];
-    }
-  } else {
-    for (int i = threadIdx.x; i < listed; i += kThreads) {
-      const uint32_t bin = shared.places[i] >> 16, start = shared.starts[bin];
-      if (start < p.k) p.binned[start + shared.offsets[bin] + (shared.places[i] & 0xffff)] = shared.listed[i];
-    }
+  for (int i = threadIdx.x; i < listed; i += kThreads) {
+    const uint32_t bin = shared.places[i] >> 16, start = shared.starts[bin];
+    if (start < p.k) p.binned[start + shared.offsets[bin] + (shared.places[i] & 0xffff)] = shared.listed[i];
   }
   team.sync();
-  order_bins(p, team, shared, bins, alone);
+  order_bins(p, team, shared, bins);
   return true;
 }
 

@@ -26,13 +26,13 @@ __device__ __forceinline__ T transpose_sum(const T (&values)[4], int lane) {
 }
 
 // kAligned: rows of attention_mass start at multiples of 16 bytes and rows of valid_mask at multiples of 4, and
-// block_size is a multiple of 4.
-template <bool kAligned>
-__device__ __forceinline__ void score_tile(const ScoreParams& p, int64_t tile) {
+// block_size is a multiple of 4. kWhole: no row of the tile lies past the pool.
+template <bool kAligned, bool kWhole, class Use>
+__device__ __forceinline__ void score_tile(const ScoreParams& p, int64_t tile, const Use& use) {
   const int lane = threadIdx.x % 32, quad = lane / 4, part = lane % 4;
   const int64_t first = tile * kTileRows;
   const int64_t mine = first + part * 8 + quad;
-  const bool has_row = mine < p.num_blocks;
+  const bool has_row = kWhole || mine < p.num_blocks;
   const float recency = has_row ? p.recency[mine] : 0.f;
   const float frequency = has_row ? p.frequency[mine] : 0.f;
 
@@ -46,13 +46,13 @@ __device__ __forceinline__ void score_tile(const ScoreParams& p, int64_t tile) {
     for (int r = 0; r < kRowsInFlight; ++r) {
       const int64_t row = first + r * 8 + quad;
       valid[r] = 0;
-      if (row >= p.num_blocks) continue;
+      if (!kWhole && row >= p.num_blocks) continue;
       const float* from = p.attention_mass + row * p.attention_mass_stride + column;
       const bool* flags = p.valid_mask + row * p.valid_mask_stride + column;
       if constexpr (kAligned) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
+        const float4 four = __ldcs(reinterpret_cast<const float4*>(from));  // read once
         mass[r][0] = four.x, mass[r][1] = four.y, mass[r][2] = four.z, mass[r][3] = four.w;
-        valid[r] = *reinterpret_cast<const uint32_t*>(flags);
+        valid[r] = __ldcs(reinterpret_cast<const uint32_t*>(flags));
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -78,14 +78,23 @@ __device__ __forceinline__ void score_tile(const ScoreParams& p, int64_t tile) {
   const float mean = tokens == 0 ? 0.f : __fdiv_rn(total, static_cast<float>(tokens));
   const float score = __fmaf_rn(p.w_attention, mean, __fmaf_rn(p.w_frequency, frequency, __fmul_rn(p.w_recency, recency)));
   if (has_row) p.scores[mine] = score;
+  use(mine, has_row, score);
 }
 
-// Every warp of the grid takes part.
-__device__ __forceinline__ void score_blocks(const ScoreParams& p, bool aligned) {
-  const int64_t tiles = (p.num_blocks + kTileRows - 1) / kTileRows;
-  const int warps = blockDim.x / 32;
-  for (int64_t tile = int64_t{blockIdx.x} * warps + threadIdx.x / 32; tile < tiles; tile += int64_t{gridDim.x} * warps) {
-    aligned ? score_tile<true>(p, tile) : score_tile<false>(p, tile);
+// Every warp of the grid takes part, and calls use(block, whether there is one, score) on all lanes for each 32 blocks. Tiles go
+// round the CTAs before the warps, so that all SMs read a small pool; warp 0 comes last, for it waits at barriers of the grid.
+template <class Use>
+__device__ __forceinline__ void score_blocks(const ScoreParams& p, bool aligned, const Use& use) {
+  const int64_t tiles = (p.num_blocks + kTileRows - 1) / kTileRows, whole = p.num_blocks / kTileRows;
+  const int warps = blockDim.x / 32, warp = (threadIdx.x / 32 + warps - 1) % warps;
+  for (int64_t tile = int64_t{warp} * gridDim.x + blockIdx.x; tile < tiles; tile += int64_t{gridDim.x} * warps) {
+    if (!aligned) {
+      score_tile<false, false>(p, tile, use);
+    } else if (tile < whole) {
+      score_tile<true, true>(p, tile, use);
+    } else {
+      score_tile<true, false>(p, tile, use);
+    }
   }
 }
 
