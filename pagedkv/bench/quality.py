@@ -12,6 +12,7 @@ from pagedkv.bench.schemes import SCHEMES
 from pagedkv.kv_dump import Dump
 
 PLAIN = ("int8_block_head", "int8_token_head", "fp8_e4m3_token_head", "float16")  # schemes that change nothing in K, V and q
+COMPARED = (*PLAIN, "int8_rotated_block_head", "int8_k_mean_rotated_block_head")  # and those that do, at block-head's bytes
 
 
 def exact_attention(problem: Problem) -> Tensor:
@@ -85,7 +86,7 @@ def errors(output: Tensor, truth: Tensor) -> dict[str, float]:
     }
 
 
-def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = PLAIN) -> Iterator[dict]:
+def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Iterable[str] = COMPARED) -> Iterator[dict]:
     """One row a scheme, computed on `device`: `scheme`, `percent_of_fp16`, and what `errors` and `Truth.weight_errors` return."""
     truth = Truth(problem)
     there = problem.to(device)
@@ -95,7 +96,7 @@ def measure(problem: Problem, device: torch.device | str = "cpu", schemes: Itera
         yield {"scheme": name, "percent_of_fp16": percent, **errors(held.out, truth.out), **truth.weight_errors(held.k)}
 
 
-def layers(dump: Dump, device: torch.device | str = "cpu", schemes: Iterable[str] = PLAIN) -> Iterator[dict]:
+def layers(dump: Dump, device: torch.device | str = "cpu", schemes: Iterable[str] = COMPARED) -> Iterator[dict]:
     """`measure` on each layer of a dump, with the model's own queries; rows carry `layer` and the largest |K| and |V|."""
     for layer in range(dump.num_layers):
         k, v = dump.k[layer], dump.v[layer]
