@@ -31,6 +31,7 @@
 #include <type_traits>
 
 #include "attention/state.cuh"
+#include "hadamard.cuh"
 
 namespace pagedkv::attention {
 
@@ -192,7 +193,7 @@ struct QueryLoad {
   }
 
   // Piece c of lane (g, t) is head g's dims under the 16 bytes of K at 64 c + 16 t of a row.
-  __device__ void store(QueryFragments<C>& query, float sm_scale) const {
+  __device__ void store(QueryFragments<C>& query, float sm_scale, bool rotated) const {
     using Q = typename C::Query;
     const float scale = sm_scale * kLog2e;
 #pragma unroll
@@ -201,12 +202,18 @@ struct QueryLoad {
       if (i >= all) break;
       const int g = i / threads_per_head, byte = i % threads_per_head * 8 * C::element_bytes, c = byte / 64, lane = 4 * g + byte % 64 / 16;
       if constexpr (C::quantised) {
-        const float2 pairs[4] = {unpack<Q>(raw[n][0]), unpack<Q>(raw[n][1]), unpack<Q>(raw[n][2]), unpack<Q>(raw[n][3])};
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = unpack<Q>(raw[n][j]);
+          x[2 * j] = pair.x, x[2 * j + 1] = pair.y;
+        }
+        if (rotated) hadamard_transform<threads_per_head>(x, C::head_dim, i);
         // Bits of |x| order as numbers do, NaN and inf last. `exponents`: their sum over what is not zero, and how many.
         uint32_t peak_bits = 0, exponents = 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const uint32_t bits = __float_as_uint(fabsf(j % 2 ? pairs[j / 2].y : pairs[j / 2].x));
+          const uint32_t bits = __float_as_uint(fabsf(x[j]));
           peak_bits = max(peak_bits, bits);
           exponents += bits ? 1u << 16 | bits >> 23 : 0;
         }
@@ -224,7 +231,7 @@ struct QueryLoad {
         uint32_t digits[4][2] = {};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float rest = (j % 2 ? pairs[j / 2].y : pairs[j / 2].x) * lift * inverse;
+          float rest = x[j] * lift * inverse;
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int digit = __float2int_rn(rest);
@@ -532,7 +539,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         entry.block = block;
         entry.token = token % block_size;
       }
-      if (turn == 0 && stage == first_step) query_load.store(query, p.sm_scale);
+      if (turn == 0 && stage == first_step) query_load.store(query, p.sm_scale, p.rotated);
       __syncthreads();
       if (turn == 0 && stage == first_step && query.fine) {
         query.deal();
@@ -659,7 +666,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     // From this warp's reference to the common one; from that to m; and, once all the tokens are in, to the output.
     const float shrink = rescale(state.n, n);
     const float shrink_even = __shfl_sync(~0u, shrink, 8 * t), shrink_odd = __shfl_sync(~0u, shrink, 8 * t + 4);
-    const bool whole = work.num_splits == 1;
+    const bool whole = work.num_splits == 1 && !plan.always_merge;
     float finish = n == -INFINITY ? 1.f : exp2f(n - tokens.m);
     Normaliser norm{};
     if (whole) {

@@ -81,7 +81,7 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
 
     // A CTA merges several heads where there are many: most sequences then have nothing to merge.
   const int heads_per_merge = int(std::min<int64_t>(p.num_heads, std::max<int64_t>(1, p.num_seqs * p.num_heads / 512)));
-  const bool merging = path.plan.fixed_splits != 1 && !path.plan.in_cluster;
+  const bool merging = (path.plan.fixed_splits != 1 && !path.plan.in_cluster) || path.plan.always_merge;
   const int64_t merges = merging ? p.num_seqs * ceil_div(int(p.num_heads), heads_per_merge) : 0;
   const int64_t masses = p.block_mass && path.step_masses ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
   if (merges + masses > 0) {
@@ -95,7 +95,9 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
 template <class C>
 Path mma_path(const AttentionParams& p) {
   const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kTileHeads);
-  return {make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), head_tiles, compiled_for() >= 90), head_tiles, C::threads, true};
+  SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), head_tiles, compiled_for() >= 90 && !p.rotated);
+  plan.always_merge = p.rotated;  // a whole row is needed to rotate the output back, and a warp has parts of eight
+  return {plan, head_tiles, C::threads, true};
 }
 
 inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2, int bytes) {
@@ -106,9 +108,9 @@ inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2
 inline bool fits_mma(const AttentionParams& p) {
   const bool quantised = p.cache_dtype == DType::kInt8;
   const int bytes = quantised ? 1 : 2;
-  return !p.rotated && compiled_for() >= 80 && p.num_blocks > 0 && p.block_size % kStepTokens == 0 &&
+  return compiled_for() >= 80 && p.num_blocks > 0 && p.block_size % kStepTokens == 0 &&
          (p.head_dim == 64 || p.head_dim == 128 || (p.head_dim == 256 && quantised)) &&  // 256 in half: 190 registers of buffers
-         p.q_dtype != DType::kFloat32 && (quantised || p.cache_dtype == p.q_dtype) &&
+         p.q_dtype != DType::kFloat32 && (quantised || (p.cache_dtype == p.q_dtype && !p.rotated)) &&
          rows_aligned_16(p.q, p.q_stride_seq, p.q_stride_head, 0, 2) &&
          rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
          rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes) &&

@@ -38,6 +38,7 @@ struct SplitPlan {
   int target;
   int fixed_splits;  // 0: planned on the device
   bool in_cluster;   // the fixed splits of a sequence merge within a cluster
+  bool always_merge = false;  // also a sequence in one piece: its output needs a last touch (see `finish`)
 
   __host__ __device__ int64_t max_items() const {
     return fixed_splits ? int64_t(num_seqs) * fixed_splits : int64_t(num_seqs) + target;

@@ -201,7 +201,7 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
   bool bad = r.bad;
   for (int head = lane; head < p.num_heads; head += 32) {
     SoftmaxState total;
-    if (splits.count == 1) {
+    if (splits.count == 1 && !plan.always_merge) {
       total = partials.totals[int64_t(seq) * p.num_heads + head];
     } else {
 #pragma unroll 4
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, Split
   if (cta < merges) {
     const int ctas_per_seq = ceil_div(int(p.num_heads), heads_per_merge), seq = cta / ctas_per_seq;
     const SplitRange splits = splits_of(plan, partials, seq);
-    if (splits.count == 1) return;
+    if (splits.count == 1 && !plan.always_merge) return;
     const int head0 = cta % ctas_per_seq * heads_per_merge;
     for (int h = head0; h < min(head0 + heads_per_merge, int(p.num_heads)); ++h) merge_splits<T>(p, partials, splits, seq, h);
     return;
