@@ -160,14 +160,14 @@ __device__ inline void fill_buckets(const BucketParams& p, const Team& team, Buc
   }
 }
 
-// Two elements a lane: element `lane` of a bucket and element lane + 32. Whatever is there: a reader of a bucket may not know
-// yet how much of it counts.
+// Two elements a lane: element `lane` of a bucket and element lane + 32, as far as there are any.
 struct Held {
   uint64_t low, high;
-  __device__ __forceinline__ void load(const BucketParams& p, int bucket) {
-    if (bucket >= p.num_buckets) return;
-    const uint64_t* from = p.elements + int64_t{bucket} * kBucketRoom + threadIdx.x % 32;
-    low = __ldcg(from), high = __ldcg(from + 32);
+  __device__ __forceinline__ void load(const BucketParams& p, int bucket, uint32_t count) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t* from = p.elements + int64_t{bucket} * kBucketRoom + lane;
+    if (lane < count) low = __ldcg(from);
+    if (lane + 32 < count) high = __ldcg(from + 32);
   }
 };
 
@@ -196,8 +196,8 @@ __device__ inline bool order_buckets(const BucketParams& p, const Team& team, Bu
   const int warp = threadIdx.x / 32;
   const int each = (p.num_buckets + team.size - 1) / team.size;
   const int begin = min(team.rank * each, p.num_buckets), end = min(begin + each, p.num_buckets);
-  Held held;
-  held.load(p, begin + warp);
+  const int foremost = begin + warp;  // bucket of this warp
+  const uint32_t foremost_count = foremost < end ? __ldcg(p.filled + int64_t{foremost} * p.filled_stride) : 0;
   uint64_t sums = 0;  // elements before this CTA's buckets << 32 | all elements
   bool overflows = threadIdx.x == 0 && __ldcg(p.failed) != 0;
 #pragma unroll 8
@@ -206,6 +206,8 @@ __device__ inline bool order_buckets(const BucketParams& p, const Team& team, Bu
     sums += static_cast<uint64_t>(b < begin ? count : 0) << 32 | count;
     overflows |= count > kBucketRoom;
   }
+  Held held;
+  held.load(p, foremost, foremost_count);  // on its way while the CTA adds up
   uint64_t totals;
   block_exclusive_sum<kThreads>(sums, shared.wide_scan, &totals);
   if (__syncthreads_or(overflows) || static_cast<uint32_t>(totals) < p.k) return false;
@@ -219,12 +221,13 @@ __device__ inline bool order_buckets(const BucketParams& p, const Team& team, Bu
     shared.count[threadIdx.x] = own;
     carry += total;
     __syncthreads();
+    if (first > begin && warp < here) held.load(p, first + warp, shared.count[warp]);
     for (int b = warp; b < here; b += kWarps) {
       const uint32_t start = shared.start[b];
       const int count = shared.count[b];
       if (start >= p.k) break;
       const Held own = held;
-      held.load(p, first + b + kWarps);
+      if (b + kWarps < here) held.load(p, first + b + kWarps, shared.count[b + kWarps]);
       if (count > 32) {
         order_bucket<true>(p, own, shared.staged[warp], start, count);
       } else {
