@@ -54,7 +54,7 @@ __device__ __forceinline__ float max_magnitude(float magnitude, const Unit<T>& u
     Pair largest = __habs2(pairs[0]);
 #pragma unroll
     for (int i = 1; i < kUnit / 2; ++i) largest = __hmax2_nan(largest, __habs2(pairs[i]));
-    return max_magnitude(max_magnitude(magnitude, static_cast<float>(largest.x)), static_cast<float>(largest.y));
+    return max_magnitude(max_magnitude(magnitude, __low2float(largest)), __high2float(largest));
   }
 #endif
   float x[kUnit];
