@@ -136,7 +136,10 @@ def test_a_decode_step_compiles_as_a_whole(device):
     assert all(same_bits(a, b) for a, b in zip(plain[:3], compiled[:3], strict=True)), "the cache was not mutated alike"
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - {"select_eviction_candidates", "reshape_and_cache"}))
+WITHOUT_FLOAT_RESULTS = {"select_eviction_candidates", "select_per_sequence", "reshape_and_cache", "accumulate_block_mass"}
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS) - WITHOUT_FLOAT_RESULTS))
 def test_a_backward_pass_raises(op):
     """torch alone would warn, and train on with gradients missing."""
     arguments = {k: v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in valid(op).items()}

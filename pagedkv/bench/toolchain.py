@@ -95,7 +95,7 @@ def cuda_rows(quick: bool = False) -> Iterator[dict]:
     for header in headers:
         common.update(header.relative_to(build.KERNELS).as_posix().encode() + header.read_bytes())
     archs = QUICK_ARCHS if quick else ARCHS
-    flags = [_STANDARD, "-O3", "-Xptxas", "-v", "-lineinfo"]
+    flags = [_STANDARD, *cpp_extension.COMMON_NVCC_FLAGS, "-O3", "-Xptxas", "-v", "-lineinfo"]  # as the library is compiled
     if quick and "--Ofast-compile" in subprocess.run([str(compiler), "--help"], capture_output=True, text=True, check=True).stdout:
         flags.append("--Ofast-compile=max")  # five times as fast; whether it compiles is what a quick run asks
     with ThreadPoolExecutor(build.max_jobs()) as pool:

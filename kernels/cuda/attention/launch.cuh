@@ -156,7 +156,8 @@ template <class C>
 Path simt_path(const AttentionParams& p) {
   const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kSimtHeads);
   const SplitPlan plan = make_plan(p, kSimtWarps * kStepTokens, C::ctas_per_sm * num_sms(), head_tiles, false);
-  return {plan, head_tiles, kSimtThreads, p.block_size % kStepTokens == 0};
+  // A step's mass is a base-2 logit in float32: as exact as half-precision q asks for, not float32 q, whose logits may be large.
+  return {plan, head_tiles, kSimtThreads, p.block_size % kStepTokens == 0 && p.q_dtype != DType::kFloat32};
 }
 
 // Whether rows are whole 16-byte pieces: any block size, any dtype of q, but no rotation.
