@@ -2,6 +2,12 @@
 
 import os
 
+# Workers side by side share the cores; with a thread for each core in every one of them, small tensors spend their time
+# waiting. Before torch is imported, and for the processes that tests start.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if _WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _WORKERS)))
+
 import hypothesis
 import pytest
 import torch

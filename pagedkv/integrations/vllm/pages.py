@@ -7,7 +7,7 @@ A page of an INT8 cache has the bytes that vLLM reckons for `int8_per_token_head
 so rows of data stay aligned, and whatever copies or frees whole pages needs to know nothing of this. Block-head scales fill a part of
 the tail. An unquantised page is K, then V.
 
-INT8 holds K rotated, `k H` with H the matrix of `quant_spec.hadamard_transform` without its factor: entries 1 and -1, exact in any dtype.
+INT8 holds K rotated, `k H` with H the matrix of `ops.rotation.hadamard_transform` without its factor: entries 1 and -1, exact in any dtype.
 `(q H) . (k H) = size * q . k`, which the scale of the logits takes back. An outlier channel, as K has them, then costs a token little.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import pagedkv
-from pagedkv.quant_spec import hadamard_transform
+from pagedkv.ops.rotation import hadamard_transform
 
 SCALE_BYTES = 4
 
