@@ -62,11 +62,12 @@ class ModelKVCache:
 
     def allocate(self) -> int:
         """A new, empty sequence. Where the spec takes a mean out of K, it is that of the tokens of its first step."""
-        return [pool.allocate(0) for pool in self.pools][0]  # every pool sees the same calls, so it gives the same number
+        (seq,) = {pool.allocate(0) for pool in self.pools}  # every pool sees the same calls, so it gives the same number
+        return seq
 
     def fork(self, seq: int) -> int:
         """A new sequence with the tokens of `seq`, whose blocks they share until one of them writes."""
-        child = [pool.fork(seq) for pool in self.pools][0]
+        (child,) = {pool.fork(seq) for pool in self.pools}
         for means in self._k_means:
             if seq in means:
                 means[child] = means[seq]
@@ -163,7 +164,9 @@ class Step:
         table = layer if self.cache.evict_by_layer else 0
         self.cache.planes[layer].write(key, value, self._slots[table], self._means(layer, key))
 
-    def attend(self, layer: int, q: Tensor, sm_scale: float | None = None, *, last: int | None = None, **options) -> Tensor | tuple[Tensor, ...]:
+    def attend(
+        self, layer: int, q: Tensor, sm_scale: float | None = None, *, last: int | None = None, **options
+    ) -> Tensor | tuple[Tensor, ...]:
         """Causal attention of the step's tokens: each over what its sequence holds, up to itself. After `write`.
 
         Args:

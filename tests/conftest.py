@@ -8,11 +8,11 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
 if _WORKERS > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _WORKERS)))
 
-import hypothesis
-import pytest
-import torch
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from pagedkv.ops import build, registry
+from pagedkv.ops import build, registry  # noqa: E402
 
 # The same examples on every run, so that a red build means a change; `HYPOTHESIS_PROFILE=explore` looks for new ones.
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}

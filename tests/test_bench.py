@@ -93,7 +93,7 @@ def test_each_implementation_computes_attention(implementation, name):
     calls = implementation.prepare(inputs, implementation.kv_dtype)
     assert len(calls) == 2
     want = attention.expected(inputs, inputs.shape.num_seqs)
-    assert float((calls[0]().float() - want).norm() / want.norm()) < 0.01
+    assert float((implementation.read(calls[0]()).float() - want).norm() / want.norm()) < 0.01
     assert not torch.equal(calls[0](), calls[1]()), "rotations are different inputs"
 
 
@@ -148,6 +148,7 @@ def test_attention_ratios_compare_with_the_fastest_peer_of_the_run():
         row("pagedkv", "int8_token_head", 11.0, bytes=110),
         row("pagedkv", "float16", 15.0),
         row("pagedkv, block mass", "int8_block_head", 12.0),
+        row("pagedkv, rotated", "int8_block_head", 10.5),
         row("gather + expand + SDPA", "float16", 90.0),
         row("SDPA cuDNN, dense", "float16", 20.0),
         {
@@ -166,6 +167,7 @@ def test_attention_ratios_compare_with_the_fastest_peer_of_the_run():
     assert derived["fp16_vs_fp16"]["value"] == pytest.approx(20 / 15)
     assert derived["token_head_cost"]["value"] == pytest.approx(1.0)
     assert (derived["block_mass_cost"]["value"], derived["block_mass_cost"]["extra_us"]) == (1.2, 2.0)
+    assert (derived["rotation_cost"]["value"], derived["rotation_cost"]["extra_us"]) == (1.05, 0.5)
     assert derived["vs_fp8"]["status"] == "absent" and "value" not in derived["vs_fp8"]
 
 

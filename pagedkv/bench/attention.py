@@ -129,7 +129,7 @@ def _implementation_rows(implementation: Implementation, inputs: PagedInputs, wa
     moved = inputs.shape.kv_bytes(implementation.kv_dtype)
     try:
         calls = implementation.prepare(inputs, implementation.kv_dtype)
-        rel_error = _rel_error(calls[0]()[: len(want)], want)
+        rel_error = _rel_error(implementation.read(calls[0]()[: len(want)]), want)
         if not rel_error <= _MAX_REL_ERROR.get(implementation.kv_dtype, 0.01):
             what = f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}"
             raise AssertionError(f"{what}: relative error {rel_error:.3g} against float32")
@@ -166,12 +166,15 @@ _RATIOS = {
     "fp16_vs_fp16": ("float16", lambda r: r["kv_dtype"] in ("float16", "bfloat16")),
 }
 
+COSTS = {"pagedkv, block mass": "block_mass_cost", "pagedkv, rotated": "rotation_cost"}
+
 
 def derived_rows(rows: list[dict]) -> Iterator[dict]:
     """Ratios within one run, from its rows: `kind` "derived", `shape`, `mode`, `quantity`, `value`, `peer`.
 
-    `token_head_cost`: p50 with token-head over p50 with block-head scales, beyond the ratio of their bytes. `block_mass_cost`:
-    p50 with block mass over p50 without, and `extra_us`. A ratio whose peers are all absent is a row with `status` "absent".
+    `token_head_cost`: p50 with token-head over p50 with block-head scales, beyond the ratio of their bytes. `block_mass_cost`
+    and `rotation_cost`: p50 with block mass, or over a rotated cache, over p50 without, and `extra_us`. A ratio whose peers are
+    all absent is a row with `status` "absent".
     """
     attention = [r for r in rows if r.get("kind") == "attention"]
     measured = [r for r in attention if r["status"] == "measured"]
@@ -192,7 +195,12 @@ def derived_rows(rows: list[dict]) -> Iterator[dict]:
                 block, token = ours["int8_block_head"], ours["int8_token_head"]
                 cost = token["p50_us"] / block["p50_us"] / (token["bytes"] / block["bytes"])
                 yield row | {"quantity": "token_head_cost", "status": "measured", "value": cost, "peer": "pagedkv (int8_block_head)"}
-            for with_mass in (r for r in here if r["implementation"] == "pagedkv, block mass" and r["kv_dtype"] in ours):
-                bare = ours[with_mass["kv_dtype"]]
-                cost = {"value": with_mass["p50_us"] / bare["p50_us"], "extra_us": with_mass["p50_us"] - bare["p50_us"]}
-                yield row | {"quantity": "block_mass_cost", "status": "measured", **cost, "peer": f"pagedkv ({bare['kv_dtype']})"}
+            for extra in (r for r in here if r["implementation"] in COSTS and r["kv_dtype"] in ours):
+                bare = ours[extra["kv_dtype"]]
+                cost = {"value": extra["p50_us"] / bare["p50_us"], "extra_us": extra["p50_us"] - bare["p50_us"]}
+                yield row | {
+                    "quantity": COSTS[extra["implementation"]],
+                    "status": "measured",
+                    **cost,
+                    "peer": f"pagedkv ({bare['kv_dtype']})",
+                }

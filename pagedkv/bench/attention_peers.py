@@ -6,6 +6,7 @@ returns one callable for each rotation. It raises `Absent` where it cannot run, 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import subprocess
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pagedkv
 from pagedkv.bench import child
 from pagedkv.bench.inputs import PagedInputs, shape
+from pagedkv.ops.rotation import hadamard_transform
 
 Call = Callable[[], Tensor]
 
@@ -39,28 +41,36 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     ours: bool = False
     compiles: bool = False  # at first use, for each head dimension; see `compile_all`
+    read: Callable[[Tensor], Tensor] = lambda out: out  # from what the call returns to attention's output, where it is checked
 
 
 # ------------------------------------------------------------------------------------- this project
 
 
-def _pagedkv(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
-    cache = inputs.cache(kv_dtype)
-    op = pagedkv.quant_paged_attention if kv_dtype.startswith("int8") else pagedkv.paged_attention
+def _pagedkv(**options):
+    """The op of `kv_dtype`, with these options; the attention output alone."""
 
-    def call(q: Tensor, table: Tensor) -> Call:
-        return lambda: op(q, *cache, table, inputs.seq_lens, inputs.sm_scale)
+    def prepare(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+        cache = inputs.cache(kv_dtype)
+        op = pagedkv.quant_paged_attention if kv_dtype.startswith("int8") else pagedkv.paged_attention
 
-    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
+        def call(q: Tensor, table: Tensor) -> Call:
+            def run() -> Tensor:
+                out = op(q, *cache, table, inputs.seq_lens, inputs.sm_scale, **options)
+                return out if isinstance(out, Tensor) else out[0]
+
+            return run
+
+        return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
+
+    return prepare
 
 
-def _pagedkv_block_mass(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
-    cache = inputs.cache(kv_dtype)
-
-    def call(q: Tensor, table: Tensor) -> Call:
-        return lambda: pagedkv.quant_paged_attention(q, *cache, table, inputs.seq_lens, inputs.sm_scale, return_block_mass=True)[0]
-
-    return [call(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
+def _pagedkv_rotated(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
+    """The same bytes, read as K and V that were rotated. The op rotates q once more, so its logits are those of the plain cache."""
+    rotated = copy.copy(inputs)
+    rotated.queries = [hadamard_transform(q).to(q.dtype) for q in inputs.queries]
+    return _pagedkv(rotated=True)(rotated, kv_dtype)
 
 
 # ------------------------------------------------------------------------------------------- PyTorch
@@ -157,10 +167,11 @@ _cpu, _cuda = ("cpu",), ("cuda",)
 
 # To add a peer, add a line.
 IMPLEMENTATIONS = (
-    Implementation("pagedkv", "int8_block_head", _pagedkv, ours=True),
-    Implementation("pagedkv", "int8_token_head", _pagedkv, ours=True),
-    Implementation("pagedkv", "float16", _pagedkv, ours=True),
-    Implementation("pagedkv, block mass", "int8_block_head", _pagedkv_block_mass, ours=True),
+    Implementation("pagedkv", "int8_block_head", _pagedkv(), ours=True),
+    Implementation("pagedkv", "int8_token_head", _pagedkv(), ours=True),
+    Implementation("pagedkv", "float16", _pagedkv(), ours=True),
+    Implementation("pagedkv, block mass", "int8_block_head", _pagedkv(return_block_mass=True), ours=True),
+    Implementation("pagedkv, rotated", "int8_block_head", _pagedkv_rotated, ours=True, read=hadamard_transform),
     Implementation("gather + expand + SDPA", "float16", _gather_expand_sdpa),
     Implementation("SDPA enable_gqa, dense", "float32", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
     Implementation("SDPA enable_gqa, dense", "bfloat16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),

@@ -41,8 +41,7 @@ def prepare(num_seqs: int, max_seq_len: int, device: torch.device | str = "cpu",
     problem = distributions.published(rng, num_seqs=num_seqs, max_seq_len=max_seq_len, num_kv_heads=8).to(device)
     num_blocks, block_size = problem.k.shape[:2]
     recency, frequency, mass = (
-        torch.from_numpy(rng.random(shape).astype(np.float32)).to(device)
-        for shape in (num_blocks, num_blocks, (num_blocks, block_size))
+        torch.from_numpy(rng.random(shape).astype(np.float32)).to(device) for shape in (num_blocks, num_blocks, (num_blocks, block_size))
     )
     valid = torch.ones(num_blocks, block_size, dtype=torch.bool, device=device)
     evicted = max(1, int(EVICT_FRACTION * num_blocks))

@@ -31,6 +31,7 @@ INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some poli
 STREAMING = "sinks_and_recency"  # what the others are compared with
 BY_LAYER = ("accumulated_attention", "last_query_attention")  # also with a choice for each layer
 
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A cache after eviction. `policy` None: nothing is evicted."""
@@ -117,7 +118,7 @@ def continuation(model, ids: Tensor, presses: dict, count: int = WINDOWS, say: C
 
 
 def best_at(rows: Sequence[dict], fraction: float) -> dict:
-    """At one fraction, the policy of this library with the lowest perplexity on a float32 cache, against sinks + recency and kvpress's best.
+    """At one fraction, this library's policy of lowest perplexity on a float32 cache, against sinks + recency and the peer's best.
 
     `vs_...`: perplexity over theirs, below 1 where the policy is better; intervals are paired.
     """

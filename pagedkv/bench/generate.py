@@ -1,5 +1,5 @@
-"""Generation through the paged cache, beside stock transformers: the same tokens where nothing is lost, how long they agree where something is,
-and how fast."""
+"""Generation through the paged cache, beside stock transformers: the same tokens where nothing is lost, how long they agree
+where something is, and how fast."""
 
 from __future__ import annotations
 
@@ -73,7 +73,13 @@ def continued(model, ids: Tensor, want: Tensor, lengths: Sequence[int] = PROMPTS
             options = {**options, "budget": round(options["budget"] * max(lengths))}
         got = _greedy(model, inputs, PagedCache(model, **options), new_tokens)
         same = (got == want[:, :new_tokens]).int().cumprod(1).sum(1)
-        row = {"what": "continuation", "cache": name, "prompts": len(lengths), "tokens": new_tokens, "each": " ".join(map(str, same.tolist()))}
+        row = {
+            "what": "continuation",
+            "cache": name,
+            "prompts": len(lengths),
+            "tokens": new_tokens,
+            "each": " ".join(map(str, same.tolist())),
+        }
         yield {**row, **with_interval("same_tokens", same.double())}
 
 

@@ -1,4 +1,6 @@
-"""kvpress's eviction rules (github.com/NVIDIA/kvpress), as they are, on the prompt of an `Ensemble`. Optional: pip install 'pagedkv[peers]'."""
+"""kvpress's eviction rules (github.com/NVIDIA/kvpress), as they are, on the prompt of an `Ensemble`.
+
+Optional: `pip install 'pagedkv[peers]'`."""
 
 from __future__ import annotations
 

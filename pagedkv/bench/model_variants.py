@@ -161,7 +161,7 @@ def interval(by_window: Tensor, statistic: Callable[[Tensor], Tensor] = lambda m
     """A statistic of a mean over windows, and its 95 % bootstrap interval: `(value, low, high)`.
 
     Args:
-        by_window: `[windows]`, each window's own mean; windows are drawn with replacement, because tokens of one window are not independent.
+        by_window: `[windows]`, each window's own mean; windows are drawn with replacement, since tokens of one are not independent.
         statistic: of the mean, elementwise; perplexity is `torch.exp`.
     """
     x = by_window.double()

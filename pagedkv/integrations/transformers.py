@@ -32,6 +32,7 @@ ATTENTION = "pagedkv"  # the name of the attention in transformers
 _WATCH = 32  # queries of the prompt that say what it attends to, as many as SnapKV's window (Li et al., 2024)
 _HOLDER = "pagedkv_layer"  # attribute of the K that a layer hands to the attention function: the layer itself
 
+
 class PagedCache(Cache):
     """A cache for one batch: pass it as `past_key_values`, to `generate` or to the model itself.
 
@@ -42,14 +43,14 @@ class PagedCache(Cache):
         block_size: tokens of a block, 1 to 256.
         num_blocks: of the pool, in each layer. None: it grows.
         policy: of `pagedkv.policies`, or its name: what scores blocks. The lowest goes first. With `budget`.
-        budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor its last. The prompt is read whole.
+        budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor last. The prompt is read whole.
         watch: the last so many tokens of the prompt, and every later token, add to `mass` what the decode kernel says they attended to. 0:
             nothing is watched. Default: 32 with a policy that needs it, else 0.
         evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
 
     Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
-    prompt is through. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a window
-    counts tokens, where stock transformers counts columns, right padding among them.
+    prompt is through. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a
+    window counts tokens, where stock transformers counts columns, right padding among them.
     A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
 
     Raises:
@@ -145,7 +146,9 @@ class PagedCache(Cache):
         """What a policy says of each block of each row: float32 `[batch, blocks]`, where one table serves all layers their mean."""
         layers = [table] if self.evict_by_layer else range(len(self.layers))
         tables, lengths = self.kv.tables(self.seqs, table)
-        total, last = (_columns(x / len(layers), tables.shape[1]) if self.watch else None for x in (self.mass[table].total, self.mass[table].last))
+        total, last = (
+            _columns(x / len(layers), tables.shape[1]) if self.watch else None for x in (self.mass[table].total, self.mass[table].last)
+        )
         seen = Observation(tables, lengths, self.block_size, block_mass=last, total_mass=total)
         if not {"k_cache", "v_cache"} & set(policy.needs):
             return policy(seen)  # the same in every layer

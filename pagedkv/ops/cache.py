@@ -46,7 +46,8 @@ def reshape_and_cache(
 
     Raises:
         TypeError: an argument of another type or dtype.
-        ValueError: another shape, device or stride; a K and a V that overlap (as far as slices of one tensor show it); with `PAGEDKV_CHECK=1` also a slot past the pool.
+        ValueError: another shape, device or stride; a K and a V that overlap (as far as slices of one tensor
+            show it); with `PAGEDKV_CHECK=1` also a slot past the pool.
     """
     checks.tensors(key=key, value=value, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, slot_mapping=slot_mapping)
     checks.booleans(rotated=rotated)

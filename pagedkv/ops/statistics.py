@@ -47,7 +47,9 @@ def token_moments(
     checks.tensors(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     checks.tensors(**{name: x for name, x in (("scale", scale), ("shift", shift), ("gain", gain)) if x is not None})
     checks.integer("blocks_per_group", blocks_per_group)
-    results = torch.ops.pagedkv.token_moments(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain)
+    results = torch.ops.pagedkv.token_moments(
+        cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain
+    )
     registry.inference_only("token_moments", *results)
     return results
 
