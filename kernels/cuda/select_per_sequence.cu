@@ -52,7 +52,7 @@ __device__ void find_threshold(Shared& shared, int64_t count, uint32_t wanted, c
     static_assert(kDigits == kThreads);
     shared.histogram[threadIdx.x] = 0;
     __syncthreads();
-    const uint32_t prefix = shared.threshold;
+    const uint32_t prefix = shared.threshold, rank = shared.wanted;  // before a barrier that those who change them pass, too
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
       const uint32_t key = key_at_(i);
       if ((key & known) == prefix) atomicAdd(&shared.histogram[key >> shift & 0xff], 1u);
@@ -60,7 +60,6 @@ __device__ void find_threshold(Shared& shared, int64_t count, uint32_t wanted, c
     __syncthreads();
     if (threadIdx.x < 32) {
       const int lane = threadIdx.x;
-      const uint32_t rank = shared.wanted;
       uint32_t counts[kDigits / 32], own = 0;
 #pragma unroll
       for (int i = 0; i < kDigits / 32; ++i) own += counts[i] = shared.histogram[lane * (kDigits / 32) + i];

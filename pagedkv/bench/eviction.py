@@ -31,6 +31,7 @@ BLOCK_SIZE = 16
 ADVERSARIAL_BLOCKS = {"cpu": 131_072, "cuda": 1_048_576}
 TRIALS = {"cpu": 1_000, "cuda": 6_000}
 _MAX_HOST_BLOCKS = 1_048_576  # beyond, NumPy takes seconds
+_MAX_FLASHINFER_BLOCKS = 1_048_576
 _BUDGET_S = {"cpu": 0.2, "cuda": 0.08}  # of timing, for each row
 _WEIGHTS = (0.4, 0.3, 0.3)
 
@@ -156,6 +157,8 @@ def _flashinfer(s: Statistics, k: int) -> Ids:
         raise ImportError("flashinfer is not installed (pip install flashinfer-python)")
     import flashinfer
 
+    if len(s.recency) > _MAX_FLASHINFER_BLOCKS:
+        raise ValueError(f"not asked above {_MAX_FLASHINFER_BLOCKS} blocks: of 2^24, flashinfer-python 0.6.4 did not return within minutes")
     negated = -pagedkv.eviction_scores(*s)[None]
     return lambda: flashinfer.top_k(negated, k, sorted=True)[1][0]
 

@@ -61,6 +61,8 @@ struct DecodeConfig {
   static constexpr int v_pieces = row_bytes / (8 * v_piece_bytes);          // of one token, in a lane
   static constexpr int half_step_words = row_bytes * kStepTokens / 32 / 4;  // in a lane: K or V of 16 tokens
   static constexpr int out_tiles = kHeadDim / 16;                           // of 16 dims x 8 heads
+  static constexpr int merge_tiles = out_tiles < 8 ? out_tiles : 8;         // merged across warps at a time, in shared memory
+  static constexpr bool whole_rows = merge_tiles == out_tiles;              // which then holds all of a head's output
   static constexpr int stage_steps = 512;                                   // whose table entries sit in shared memory
 
   // The four tokens of a step that lane t weighs: the k of the second product, in order.
@@ -75,6 +77,8 @@ __device__ inline void load_16(uint32_t* r, const char* p) {
 __device__ inline void load_8(uint32_t* r, const char* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
 }
+
+__device__ inline void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 __device__ inline void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -129,9 +133,11 @@ __device__ inline uint32_t biased_bytes_to_half2(uint32_t word, uint32_t selecto
 // A digit's worth is this many of the next's: a remainder of half a unit, in int8.
 constexpr int kDigitBase = 254;
 
-// Two digits resolve 2^-15 of a row's largest element. Gaussian elements lie 2.4 binades below the largest on average, give or
-// take 0.2; a row whose elements lie further than this takes four.
-constexpr float kFineBinades = 3.5f;
+// Two digits resolve 2^-15 of a row's largest element: for elements this many binades below it on average, 2^-10.5 of
+// themselves, half precision's own step. A row whose elements lie further below takes four. Gaussian elements lie 2.4 below,
+// give or take 0.3: a second turn, which reads the cache again, is not for them. (At 3.5 one such tile in a hundred took it, and
+// the whole launch, a single wave, waited for that one.)
+constexpr float kFineBinades = 4.5f;
 
 constexpr int kFineHeads = kTileHeads / 2;                      // in a turn
 constexpr float kFineWorth = 1.f / (kDigitBase * kDigitBase);  // of the second pair of digits
@@ -402,6 +408,14 @@ __device__ inline int tile_dim(int i, int g) {
   return dim / per_piece * 8 * per_piece + g * per_piece + dim % per_piece;
 }
 
+// Where dim d of head h lies among floats laid out as [tile][lane] of float4.
+template <class C>
+__device__ inline int tile_element(int h, int d) {
+  constexpr int per_piece = C::v_piece_bytes / C::element_bytes;
+  const int tile = (d / (8 * per_piece) * per_piece + d % per_piece) / 2, g = d / per_piece % 8;
+  return (32 * tile + 4 * g + h / 2) * 4 + h % 2 + 2 * (d % 2);
+}
+
 // ---------------------------------------------------------------------------------------- one warp's state
 
 template <class C>
@@ -480,10 +494,9 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();  // the merge kernel may be scheduled as soon as SMs have room
 #endif
-  constexpr int kMergeTiles = C::out_tiles < 8 ? C::out_tiles : 8;  // tiles merged across warps at a time
   union Shared {
     StepEntry entries[C::stage_steps];
-    float4 tiles[C::warps][kMergeTiles][32];
+    float4 tiles[C::warps][C::merge_tiles][32];
   };
   __shared__ __align__(16) Shared shared;
   __shared__ QueryFragments<C> query;
@@ -495,6 +508,9 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   const int tiles_per_group = ceil_div(group, kTileHeads);
   const int kv_head = head_tile / tiles_per_group, first_head = head_tile % tiles_per_group * kTileHeads;
   const int tile_head0 = kv_head * group + first_head, tile_heads = min(kTileHeads, group - first_head);
+  if (plan.in_cluster && threadIdx.x * 32 < p.max_blocks) {  // a short table: its lines and the length are asked for at once
+    prefetch_l2(p.block_tables + item / plan.fixed_splits * p.block_tables_stride + threadIdx.x * 32);
+  }
   __shared__ WorkItem work;
   if (!find_work<C::threads>(plan, p.seq_lens, item, work) && !plan.in_cluster) {  // whose cluster waits for it
     if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, tile_head0, tile_heads, C::head_dim);
@@ -675,17 +691,21 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     }
     const float finish_even = __shfl_sync(~0u, finish, 8 * t), finish_odd = __shfl_sync(~0u, finish, 8 * t + 4);
 
+    // A rotated output is rotated back a whole row at a time, from shared memory.
+    const bool rotate_back = C::quantised && C::whole_rows && p.rotated && (whole || plan.in_cluster);
+    auto rotated_row = [&](int h) { return static_cast<typename C::Query*>(p.out) + (int64_t(work.seq) * p.num_heads + head0 + h) * C::head_dim; };
+
 #pragma unroll
-    for (int tile0 = 0; tile0 < C::out_tiles; tile0 += kMergeTiles) {
+    for (int tile0 = 0; tile0 < C::out_tiles; tile0 += C::merge_tiles) {
       if (tile0 > 0) __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kMergeTiles; ++i) {
+      for (int i = 0; i < C::merge_tiles; ++i) {
         const float(&o)[4] = state.out[tile0 + i];
         shared.tiles[warp][i][lane] = {o[0] * shrink_even, o[1] * shrink_odd, o[2] * shrink_even, o[3] * shrink_odd};
       }
       __syncthreads();
 #pragma unroll
-      for (int i = warp; i < kMergeTiles; i += C::warps) {
+      for (int i = warp; i < C::merge_tiles; i += C::warps) {
         float4 sum = shared.tiles[0][i][lane];
 #pragma unroll
         for (int w = 1; w < C::warps; ++w) {
@@ -693,8 +713,15 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
           sum.x += o.x, sum.y += o.y, sum.z += o.z, sum.w += o.w;
         }
         sum = {sum.x * finish_even, sum.y * finish_odd, sum.z * finish_even, sum.w * finish_odd};
-        if (plan.in_cluster) shared.tiles[0][i][lane] = sum;
+        if (plan.in_cluster || rotate_back) shared.tiles[0][i][lane] = sum;
         else write_tile<C>(p, partials, work, whole, head0, heads, tile0 + i, g, t, sum);
+      }
+      const float* merged = reinterpret_cast<const float*>(shared.tiles[0]);
+      if (rotate_back && !plan.in_cluster) {
+        __syncthreads();
+        for (int h = warp; h < heads; h += C::warps) {
+          store_rotated(rotated_row(h), C::head_dim, [&](int d) { return merged[tile_element<C>(h, d)]; });
+        }
       }
       if (plan.in_cluster) {
         if (tile0 == 0 && warp == 0 && t == 0) warp_m[0][g] = tokens.m, warp_l[0][g] = tokens.l;
@@ -712,8 +739,18 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         norm = normaliser(all, g < heads ? p.sinks : nullptr, head0 + g);
         tokens = all;
         const float factor = rescale(mine.m, all.m) * norm.factor;
-        // Each CTA adds up and writes its share of the tiles.
-        for (int i = work.split * C::warps + warp; i < kMergeTiles; i += plan.fixed_splits * C::warps) {
+        // Each CTA adds up and writes its share: of the heads where rows are rotated back, else of the tiles.
+        for (int h = rotate_back ? work.split * C::warps + warp : heads; h < heads; h += plan.fixed_splits * C::warps) {
+          float factors[kMaxCluster];
+#pragma unroll
+          for (int r = 0; r < kMaxCluster; ++r) factors[r] = __shfl_sync(~0u, factor, 4 * h + r);
+          store_rotated(rotated_row(h), C::head_dim, [&](int d) {
+            float sum = 0.f;
+            for (int r = 0; r < plan.fixed_splits; ++r) sum += factors[r] * cluster_load(merged + tile_element<C>(h, d), r);
+            return sum;
+          });
+        }
+        for (int i = rotate_back ? C::merge_tiles : work.split * C::warps + warp; i < C::merge_tiles; i += plan.fixed_splits * C::warps) {
           float4 part[kMaxCluster];
 #pragma unroll
           for (int r = 0; r < kMaxCluster; ++r) part[r] = r < plan.fixed_splits ? cluster_load(&shared.tiles[0][i][lane], r) : float4{};

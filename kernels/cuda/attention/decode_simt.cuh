@@ -351,10 +351,10 @@ __global__ void __launch_bounds__(kSimtThreads, C::ctas_per_sm) decode_simt(Atte
 #pragma unroll
       for (int i = 0; i < 2; ++i) weight[i] = natural_weight(x[i], state.m);
       state.l += weight[0] + weight[1];
-      if (partials.step_mass) {
+      if (partials.step_states) {
         const float sum = over_tokens(weight[0] + weight[1], [](float a, float b) { return a + b; });
         if (lane < kSimtHeads && my_head < heads.count) {
-          partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + heads.first + my_head] = state.m + log2f(sum);
+          partials.step_states[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + heads.first + my_head] = {state.m, sum};
         }
       }
 #pragma unroll

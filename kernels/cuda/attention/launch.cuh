@@ -65,25 +65,26 @@ void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t 
 struct Path {
   SplitPlan plan;
   int head_tiles, threads;
-  bool step_masses;  // block mass comes from the decode kernel, not from a second pass over K
+  StepMass step_mass;
 };
 
 inline size_t workspace_bytes(const AttentionParams& p, const Path& path) {
-  return Partials{}.lay_out(nullptr, p, path.plan.max_items(), path.step_masses);
+  return Partials{}.lay_out(nullptr, p, path.plan.max_items(), path.step_mass);
 }
 
 // Decode with one CTA for each (item, head tile), then whatever is left to merge or to add up.
 template <typename Q, typename Kernel>
 Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel decode) {
   Partials partials{};
-  partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_masses);
+  partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_mass);
   launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, cluster_of(path.plan), p, path.plan, partials);
 
-    // A CTA merges several heads where there are many: most sequences then have nothing to merge.
-  const int heads_per_merge = int(std::min<int64_t>(p.num_heads, std::max<int64_t>(1, p.num_seqs * p.num_heads / 512)));
+  // A CTA merges several heads where there are many and most sequences have nothing to merge.
+  const int64_t several = path.plan.always_merge ? 1 : std::max<int64_t>(1, p.num_seqs * p.num_heads / 512);
+  const int heads_per_merge = int(std::min<int64_t>(p.num_heads, several));
   const bool merging = (path.plan.fixed_splits != 1 && !path.plan.in_cluster) || path.plan.always_merge;
   const int64_t merges = merging ? p.num_seqs * ceil_div(int(p.num_heads), heads_per_merge) : 0;
-  const int64_t masses = p.block_mass && path.step_masses ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
+  const int64_t masses = p.block_mass && path.step_mass != StepMass::kNone ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
   if (merges + masses > 0) {
     launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, overlap(), p, path.plan, partials, int(merges), heads_per_merge);
   }
@@ -95,9 +96,10 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
 template <class C>
 Path mma_path(const AttentionParams& p) {
   const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kTileHeads);
-  SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), head_tiles, compiled_for() >= 90 && !p.rotated);
-  plan.always_merge = p.rotated;  // a whole row is needed to rotate the output back, and a warp has parts of eight
-  return {plan, head_tiles, C::threads, true};
+  const bool rotate_last = p.rotated && !C::whole_rows;  // the decode kernel never holds a whole row, which rotating it back needs
+  SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), head_tiles, compiled_for() >= 90 && !rotate_last);
+  plan.always_merge = rotate_last;
+  return {plan, head_tiles, C::threads, StepMass::kLog2};
 }
 
 inline bool rows_aligned_16(const void* base, int64_t s0, int64_t s1, int64_t s2, int bytes) {
@@ -156,15 +158,15 @@ template <class C>
 Path simt_path(const AttentionParams& p) {
   const int head_tiles = int(p.num_kv_heads) * ceil_div(int(p.num_heads / p.num_kv_heads), kSimtHeads);
   const SplitPlan plan = make_plan(p, kSimtWarps * kStepTokens, C::ctas_per_sm * num_sms(), head_tiles, false);
-  // A step's mass is a base-2 logit in float32: as exact as half-precision q asks for, not float32 q, whose logits may be large.
-  return {plan, head_tiles, kSimtThreads, p.block_size % kStepTokens == 0 && p.q_dtype != DType::kFloat32};
+  return {plan, head_tiles, kSimtThreads, StepMass::kState};
 }
 
-// Whether rows are whole 16-byte pieces: any block size, any dtype of q, but no rotation.
+// Whether rows are whole 16-byte pieces: any block size, any dtype of q, but no rotation. Block mass asks for steps that lie in one
+// block: the plain kernel's second pass over K adds up dot products in another order, and at logits of 1e4 a float32's step shows.
 template <typename KV>
 bool fits_simt(const AttentionParams& p) {
   constexpr int bytes = sizeof(KV);
-  return !p.rotated && p.head_dim * bytes % 16 == 0 &&
+  return !p.rotated && (!p.block_mass || p.block_size % kStepTokens == 0) && p.head_dim * bytes % 16 == 0 &&
          rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
          rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes);
 }
@@ -173,7 +175,7 @@ bool fits_simt(const AttentionParams& p) {
 
 inline Path plain_path(const AttentionParams& p) {
   // 16 CTAs of 128 threads fill an SM.
-  return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads), false), int(p.num_heads), kPlainThreads, false};
+  return {make_plan(p, kPlainTokensPerUnit, 16 * num_sms(), int(p.num_heads), false), int(p.num_heads), kPlainThreads, StepMass::kNone};
 }
 
 // Calls `use` with the launch and the decode kernel for what the tensor cores do not serve.
@@ -194,7 +196,7 @@ template <typename Q, typename KV>
 void run_general(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   with_general_path<Q, KV>(p, [&](const Path& path, auto decode) {
     const Partials partials = run<Q>(p, path, workspace, stream, decode);
-    if (p.block_mass && !path.step_masses && p.num_seqs * p.max_blocks > 0) {
+    if (p.block_mass && path.step_mass == StepMass::kNone && p.num_seqs * p.max_blocks > 0) {
       block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
       check(cudaGetLastError(), "block_mass");
     }

@@ -13,15 +13,19 @@
 
 namespace pagedkv::attention {
 
+// What a decode kernel keeps of each step for block mass; nothing: a second pass over K finds it.
+enum class StepMass { kNone, kLog2, kState };
+
 // Workspace. Partial state `item` of head h: m, l at [item * num_heads + h], the unnormalised output
 // sum of 2^(logit - m) * v behind it in `acc`.
 struct Partials {
   int2* splits;  // [num_seqs] {first item, number of splits}, written by each sequence's first CTA; not in a fixed plan
   float *m, *l;  // [max_items, num_heads]
   float* acc;    // [max_items, num_heads, head_dim]
-  // Only with block mass. Of each 16-token step, log2 of its sum of exponentials; and of each head, the state over all
-  // the tokens attended to, sink left out.
-  float* step_mass;      // [num_seqs, max_steps, num_heads]
+  // Only with block mass. Of each 16-token step, log2 of its sum of exponentials, which is as exact as half-precision q asks
+  // for, or its state; and of each head, the state over all the tokens attended to, sink left out.
+  float* step_mass;           // [num_seqs, max_steps, num_heads]
+  SoftmaxState* step_states;  // the same
   SoftmaxState* totals;  // [num_seqs, num_heads]; of a split sequence, written when its splits merge
   int max_steps;
 
@@ -35,7 +39,7 @@ struct Partials {
   static constexpr size_t align(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
   // Carve up `base`; with a null base only the size counts. Returns the bytes used.
-  __host__ size_t lay_out(char* base, const AttentionParams& p, int64_t max_items, bool step_masses) {
+  __host__ size_t lay_out(char* base, const AttentionParams& p, int64_t max_items, StepMass kept) {
     size_t used = 0;
     auto take = [&](size_t bytes) {
       char* at = base + used;
@@ -49,7 +53,9 @@ struct Partials {
     max_steps = int((p.max_blocks * p.block_size + kStepTokens - 1) / kStepTokens);
     if (p.block_mass) {
       totals = reinterpret_cast<SoftmaxState*>(take(p.num_seqs * p.num_heads * sizeof(SoftmaxState)));
-      if (step_masses) step_mass = reinterpret_cast<float*>(take(p.num_seqs * p.num_heads * max_steps * sizeof(float)));
+      const int64_t steps = p.num_seqs * p.num_heads * max_steps;
+      if (kept == StepMass::kLog2) step_mass = reinterpret_cast<float*>(take(steps * sizeof(float)));
+      if (kept == StepMass::kState) step_states = reinterpret_cast<SoftmaxState*>(take(steps * sizeof(SoftmaxState)));
     }
     return used;
   }
@@ -217,8 +223,15 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
       const int block = first_block + warp + i * kMergeWarps;
       const int begin = max(block * steps_per_block, r.begin / kStepTokens);
       const int end = min((block + 1) * steps_per_block, ceil_div(r.end, kStepTokens));
-      const float* step_mass = partials.step_mass + int64_t(seq) * partials.max_steps * p.num_heads + head;
-      for (int s = begin; s < end; ++s) mass[i] += exp2f(step_mass[s * p.num_heads] - total.m) * share;
+      const int64_t first = int64_t(seq) * partials.max_steps * p.num_heads + head;
+      for (int s = begin; s < end; ++s) {
+        const int64_t at = first + s * p.num_heads;
+        if (partials.step_mass) {
+          mass[i] += exp2f(partials.step_mass[at] - total.m) * share;
+        } else {
+          mass[i] += partials.step_states[at].l * rescale(partials.step_states[at].m, total.m) * share;
+        }
+      }
     }
   }
   bad = __any_sync(~0u, bad);
