@@ -81,12 +81,93 @@ def fake_vllm(monkeypatch):
 def test_decode_is_timed_once_every_prompt_is_read(fake_vllm):
     engine = Engine()
     found = vllm_throughput.decode(SimpleNamespace(llm_engine=engine), requests=3, context=5, steps=4)
-    assert engine.steps == 3 + 4
+    assert engine.steps == 3 + vllm_throughput._WARM_STEPS + 4
     assert found["tokens_per_s"] > 0 and found["prefill_s"] > 0 and not engine.has_unfinished_requests()
 
 
 def test_a_step_in_which_a_request_stands_still_is_no_measurement(fake_vllm):
     engine = Engine()
-    step, engine.step = engine.step, lambda: step()[:-1] if engine.steps >= 4 else step()
+    step = engine.step
+    engine.step = lambda: step()[:-1] if engine.steps >= 4 else step()
     with pytest.raises(RuntimeError, match="2 of 3 requests made a token"):
         vllm_throughput.decode(SimpleNamespace(llm_engine=engine), requests=3, context=5, steps=4)
+
+
+def test_an_engine_that_runs_ahead_answers_with_nothing_once(fake_vllm):
+    engine = Engine()
+    step = engine.step
+    engine.step = lambda: [] if engine.steps == 9 and not setattr(engine, "steps", 10) else step()
+    assert vllm_throughput.decode(SimpleNamespace(llm_engine=engine), requests=3, context=5, steps=4)["step_ms"] > 0
+
+
+def test_prompts_that_take_too_long_are_given_up_and_leave_nothing_behind(fake_vllm):
+    engine = Engine()
+    with pytest.raises(vllm_throughput.OutOfTime):
+        vllm_throughput.decode(SimpleNamespace(llm_engine=engine), requests=3, context=5, deadline=0)
+    assert not engine.has_unfinished_requests()
+
+
+# ------------------------------------------------------------------------------------------- rows and what follows from them
+
+SPEED = {"pagedkv_int8": 30.0, "vllm_bf16": 15.0, "vllm_fp8": 20.0, "vllm_int8": 5.0}
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Stands in for the processes: each part's rows, made up; returns the parts that were run."""
+    ran = []
+
+    def run(part, folder, points, seconds):
+        ran.append(part.name)
+        for wanted in part.wanted(points):
+            if part.model is None:
+                vllm_throughput.append(
+                    folder, {**wanted, "status": "measured", "p50_us": 2.0 if wanted["implementation"] == "pagedkv" else 12.0}
+                )
+            elif (part.cache, wanted["point"]) not in failing:
+                speed = SPEED[part.cache]
+                vllm_throughput.append(folder, {**wanted, "status": "measured", "tokens_per_s": speed, "prefill_s": 7.0})
+        return "it broke"
+
+    failing: set = set()
+    monkeypatch.setattr(vllm_throughput, "_run", run)
+    monkeypatch.setattr(vllm_throughput, "_state", lambda: "state")
+    return SimpleNamespace(ran=ran, failing=failing)
+
+
+def value(rows, **fields):
+    (row,) = (row for row in rows if row["kind"] == "derived" and all(row.get(k) == v for k, v in fields.items()))
+    return row["value"]
+
+
+def test_ratios_are_of_what_was_measured(parts, tmp_path):
+    rows = vllm_throughput.rows(tmp_path, ("32x8192", "maxx32768"))
+    assert value(rows, quantity="kernel_vs_vllm_int8", shape="256x4096") == 6
+    assert value(rows, quantity="decode_vs_vllm_int8", model="llama-3-8b", point="32x8192") == 6
+    assert value(rows, quantity="decode_vs_best_of_vllm", model="llama-3-8b", point="maxx32768") == 1.5
+    assert value(rows, quantity="prefill_time_vs_bf16", model="llama-3-8b", point="32x8192") == 1
+
+
+def test_what_failed_is_a_row_with_its_reason_and_is_measured_by_the_next_run(parts, tmp_path):
+    parts.failing.add(("vllm_fp8", "maxx32768"))
+    rows = vllm_throughput.rows(tmp_path, ("32x8192", "maxx32768"))
+    (absent,) = (row for row in rows if row.get("status") == "absent" and row["model"] == "llama-3-8b")
+    assert absent["cache"] == "vllm_fp8" and absent["reason"] == "it broke"
+    assert not [row for row in rows if row.get("quantity") == "decode_vs_best_of_vllm" and row["point"] == "maxx32768"]
+    parts.failing.clear()
+    parts.ran.clear()
+    rows = vllm_throughput.rows(tmp_path, ("32x8192", "maxx32768"))
+    assert parts.ran == ["llama-3-8b.vllm_fp8", "smollm2-135m.vllm_fp8"]
+    assert value(rows, quantity="decode_vs_best_of_vllm", model="llama-3-8b", point="maxx32768") == 1.5
+    assert not [row for row in rows if row.get("status") == "absent"]
+
+
+def test_where_time_is_short_each_engine_leaves_enough_for_those_to_come(parts, tmp_path):
+    vllm_throughput.rows(tmp_path, ("32x8192",), seconds=3 * vllm_throughput._ENGINE_S)
+    assert "llama-3-8b.pagedkv_int8" not in parts.ran and "llama-3-8b.vllm_int8" in parts.ran
+
+
+def test_a_part_runs_in_a_process_whose_log_tells_why_it_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_throughput.child, "command", lambda *_: [sys.executable, "-c", "raise ValueError('no GPU here')"])
+    part = vllm_throughput.Part("llama-3-8b", "vllm_bf16")
+    assert vllm_throughput._run(part, tmp_path, ["32x8192"], float("inf")) == "ValueError: no GPU here"

@@ -31,6 +31,12 @@ def tokens(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return tuple(torch.randn(n, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
 
 
+def read(pages: Pages, block_table: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.full((2, end - begin, KV_HEADS, DIM), torch.nan)
+    pages.read(block_table, begin, k, v)
+    return k, v
+
+
 def exact(q, k, v, context, window=None, cap=None, sinks=None):
     """Attention of the last tokens to all, in float64; `q` has those after `context`."""
     k, v = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
@@ -52,11 +58,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.int8: 0.03}
 def test_planes_share_no_byte_and_stay_in_their_page(dtype, granularity):
     cache = buffer(dtype)
     pages = Pages.view(cache, BLOCK, KV_HEADS, DIM, granularity)
-    for number, plane in enumerate((p for p in pages if p is not None), start=1):
+    planes = [p for p in (pages.k, pages.v, pages.k_scale, pages.v_scale) if p is not None]
+    for number, plane in enumerate(planes, start=1):
         assert (plane == 0).all(), "no plane before wrote here"
         plane.fill_(number)
         assert plane.is_contiguous() or plane[0].is_contiguous()
-    assert [p.unique().tolist() for p in pages if p is not None] == [[n + 1] for n in range(sum(p is not None for p in pages))]
+    assert [p.unique().tolist() for p in planes] == [[n + 1] for n in range(len(planes))]
     pages.k[3].fill_(9)
     assert (cache[2] != 9).all() and (cache[4] != 9).all()
 
@@ -73,7 +80,7 @@ def test_pages_may_be_padded(dtype, granularity):
     pages = Pages.view(wide.as_strided(shape, (wide.stride(0), *page[1:])), BLOCK, KV_HEADS, DIM, granularity)
     _, k, v = tokens(20)
     pages.write(k, v, torch.arange(20) + 3 * BLOCK)
-    back, _ = pages.tokens(torch.tensor([3, 4, 5]), 0, 20, torch.float32)
+    back, _ = read(pages, torch.tensor([3, 4, 5]), 0, 20)
     torch.testing.assert_close(back, k, rtol=0, atol=TOLERANCE[dtype])
     assert (wide[:, -64:] == 0).all()
 
@@ -86,9 +93,22 @@ def test_what_is_written_is_read(dtype, granularity):
     slots = torch.tensor([int(table[t // BLOCK]) * BLOCK + t % BLOCK for t in range(20)])
     pages.write(k, v, slots)
     pages.write(k + 1, v + 1, torch.full((20,), -1))  # padding
-    back_k, back_v = pages.tokens(table, 5, 19, torch.float32)
+    back_k, back_v = read(pages, table, 5, 19)
     torch.testing.assert_close(back_k, k[5:19], rtol=0, atol=TOLERANCE[dtype])
     torch.testing.assert_close(back_v, v[5:19], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("granularity", ["token_head", "block_head"])
+def test_a_long_context_is_read_in_parts(granularity, rotated, monkeypatch):
+    monkeypatch.setattr("pagedkv.integrations.vllm.pages._READ_TOKENS", 2 * BLOCK)
+    pages = Pages.view(buffer(torch.int8), BLOCK, KV_HEADS, DIM, granularity, rotated)
+    _, k, v = tokens(7 * BLOCK + 3)
+    table = torch.randperm(24)[:8].int()
+    pages.write(k, v, (table.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[: len(k)])
+    for begin, end in ((0, len(k)), (13, 50), (16, 32), (58, 59)):
+        for back, new in zip(read(pages, table, begin, end), (k, v), strict=True):
+            torch.testing.assert_close(back, new[begin:end], rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("option", [{}, {"window": 5}, {"cap": 2.0}, {"window": 9, "sinks": torch.linspace(-1, 1, HEADS)}], ids=str)
@@ -105,7 +125,7 @@ def test_however_a_prompt_is_cut_attention_is_the_same(dtype, granularity, cuts,
     for begin, end in zip((0, *cuts), cuts, strict=False):
         new = slice(begin, end)
         pages.write(k[new], v[new], slots[new])
-        prefill(q[new], k[new], v[new], pages, table, [Piece(0, end - begin, begin, row=1)], out[new])
+        prefill(q[new], k[new], v[new], pages, [Piece(0, end - begin, begin, table[1])], out[new])
     torch.testing.assert_close(out, exact(q, k, v, 0, **option), rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -114,9 +134,9 @@ def test_pieces_of_one_batch_do_not_mix():
     q, k, v = tokens(24)
     table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     pages.write(k[:10], v[:10], torch.arange(10) + 3 * BLOCK)
-    pieces = [Piece(0, 8, 0, row=0), Piece(10, 16, 10, row=1)]  # tokens 8 and 9 of the batch belong to nobody here
+    pieces = [Piece(0, 8, 0, table[0]), Piece(10, 16, 10, table[1])]  # tokens 8 and 9 of the batch belong to nobody here
     out = torch.zeros_like(q)
-    Prefill(SCALE)(q, k, v, pages, table, pieces, out)
+    Prefill(SCALE)(q, k, v, pages, pieces, out)
     torch.testing.assert_close(out[:8], exact(q[:8], k[:8], v[:8], 0), rtol=0, atol=1e-5)
     after = [torch.cat((t[:10], t[10:16])) for t in (k, v)]
     torch.testing.assert_close(out[10:16], exact(q[10:16], *after, 10), rtol=0, atol=0.03)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from pagedkv import models
+from pagedkv.bench import vllm_throughput
 from pagedkv.evidence.root import find_root
 from pagedkv.integrations.vllm import installed
 
@@ -181,25 +182,27 @@ def interpreter(device: str) -> Path:
 
 
 def elsewhere(device: str, folder: Path, points: list[str]) -> list[dict]:
-    """What the notebook records, measured in a process of `interpreter`: `rows`, or on cuda those of `vllm_throughput`.
+    """What the notebook records, measured in processes of `interpreter`: `rows`, or on cuda those of `vllm_throughput`.
 
-    `folder` holds the model and the rows on their way here; `points` as there.
+    `folder` holds the model and the rows on their way here; `points` as there. PAGEDKV_VLLM_SECONDS in the environment limits a run on
+    cuda; what is left out is a row that says so, and measured by the next run.
 
     Raises:
         Absent: no vLLM, or no model. RuntimeError: the run failed; the message ends with what it said last.
     """
-    python, out = interpreter(device), folder / f"{device}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    python = interpreter(device)
     if device == "cuda":
-        command = [str(python), "-m", "pagedkv.bench.vllm_throughput", "--out", str(out), "--points", *points]
-    else:
-        try:
-            downloads = find_root() / "build" / "downloads"
-            model = models.save_safetensors(folder / models.ENGINE_MODEL, downloads)
-            text = models.obtain(models.ALICE, downloads)
-        except models.ModelError as error:
-            raise Absent(str(error)) from error
-        command = [str(python), "-m", "pagedkv.bench.vllm_engine", "--model", str(model), "--text", str(text), "--out", str(out)]
+        seconds = os.environ.get("PAGEDKV_VLLM_SECONDS")
+        return vllm_throughput.rows(folder, tuple(points), float(seconds) if seconds else None)
+    out = folder / f"{device}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        downloads = find_root() / "build" / "downloads"
+        model = models.save_safetensors(folder / models.ENGINE_MODEL, downloads)
+        text = models.obtain(models.ALICE, downloads)
+    except models.ModelError as error:
+        raise Absent(str(error)) from error
+    command = [str(python), "-m", "pagedkv.bench.vllm_engine", "--model", str(model), "--text", str(text), "--out", str(out)]
     done = subprocess.run(command, cwd=find_root(), capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command[1:3])} failed:\n{done.stderr[-2000:]}")

@@ -1,139 +1,194 @@
 """Decode throughput of vLLM on a GPU with this project's backend and with vLLM's own caches, and the kernel alone against vLLM's INT8.
 
-    python -m pagedkv.bench.vllm_throughput --out rows.json
+    python -m pagedkv.bench.vllm_throughput --folder build/engine
 
-takes each cache in a process of its own, which has the GPU to itself. The model has the shape of Llama-3-8B and dummy weights: what is
-measured depends on shapes, not on what is said.
+Each engine has a process of its own and the GPU to itself, at the same memory limit. Models have dummy weights: what is measured depends on
+shapes, not on what is said. Rows go to a file as they come: a run that is killed, or given too little time, is taken up by the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import os
-import statistics
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-# What each cache asks vLLM for.
+from pagedkv.bench import child
+from pagedkv.evidence.root import find_root
+
+# What each cache asks vLLM for. In this order they run: should the time not suffice, the slowest of vLLM's own is left out.
 CACHES = {
     "pagedkv_int8": {"attention_backend": "CUSTOM", "kv_cache_dtype": "int8_per_token_head"},
-    "vllm_bf16": {"kv_cache_dtype": "auto"},
     "vllm_fp8": {"kv_cache_dtype": "fp8"},
+    "vllm_bf16": {"kv_cache_dtype": "auto"},
     "vllm_int8": {"attention_backend": "TRITON_ATTN", "kv_cache_dtype": "int8_per_token_head"},
 }
-POINTS = ("32x4096", "32x8192", "maxx32768")  # requests (max: as many as fit) and tokens of context each
+POINTS = ("32x8192", "maxx32768", "32x4096")  # requests (max: as many as fit) and tokens of context each
+KERNEL_SHAPES = ("256x4096", "32x8192")
 MEMORY = 0.85  # of the GPU's, for weights and cache
-DECODE_STEPS = 48
+MAX_REQUESTS = 128
+DECODE_STEPS = 64
+_WARM_STEPS = 4
 _SLACK = 256  # new tokens a request may make while the last prompts are still being read
-LLAMA_3_8B = {
+_ENGINE_S = 75  # what an engine takes to start and to measure a point: kept for those to come where time is limited
+
+_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Shapes of published models, with room for 32k tokens.
+MODELS = {
+    "llama-3-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "smollm2-135m": {
+        **_LLAMA,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+}
 
 
-def engine(cache: str, folder: Path, max_model_len: int):
-    """A `vllm.LLM` of that shape with one of `CACHES`, CUDA graphs and compilation as vLLM sets them."""
+class OutOfTime(Exception):
+    """The seconds given to this process are over."""
+
+
+# ------------------------------------------------------------------------------------------------------ one engine
+
+
+def engine(model: str, cache: str, folder: Path, max_model_len: int):
+    """A `vllm.LLM` of that shape with one of `CACHES`; CUDA graphs and compilation as vLLM sets them, for up to `MAX_REQUESTS` requests."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     from vllm import LLM
 
-    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
     return LLM(
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=max_model_len,
+        max_num_seqs=MAX_REQUESTS,
         gpu_memory_utilization=MEMORY,
         enable_prefix_caching=False,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, *range(8, MAX_REQUESTS + 1, 8)]},
         seed=0,
         **CACHES[cache],
     )
 
 
-def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS) -> dict:
+def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS, deadline: float = float("inf")) -> dict:
     """Read `requests` prompts of `context` tokens, then time steps in which all of them make a token.
 
-    Returns `{prefill_s, step_ms, tokens_per_s}`: until every prompt is read; the median step; requests over the mean step.
+    Returns `{prefill_s, step_ms, tokens_per_s}`: until every prompt is read; the mean step; requests over it.
+
+    Raises:
+        OutOfTime: `deadline`, of `time.monotonic`, came first. RuntimeError: the cache does not hold them all at once.
     """
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=_SLACK + steps, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=_SLACK + _WARM_STEPS + steps, ignore_eos=True, detokenize=False)
     core = llm.llm_engine
-    for i in range(requests):
-        prompt = [3 + (7919 * i + 104729 * t) % 100000 for t in range(context)]
-        core.add_request(f"{requests}x{context}-{i}", {"prompt_token_ids": prompt}, sampling)
-    begun = time.perf_counter()
-    answering: set[str] = set()
-    while len(answering) < requests:
-        for result in core.step():
-            answering.add(result.request_id)
-            if result.finished:
-                raise RuntimeError(f"{result.request_id} ended before all prompts were read: raise _SLACK")
-    prefill_s = time.perf_counter() - begun
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        made = len(core.step())
-        times.append(time.perf_counter() - start)
-        if made != requests:
-            raise RuntimeError(f"{made} of {requests} requests made a token: the cache does not hold them all")
-    core.abort_request([f"{requests}x{context}-{i}" for i in range(requests)])
-    while core.has_unfinished_requests():
-        core.step()
-    return {
-        "prefill_s": prefill_s,
-        "step_ms": 1e3 * statistics.median(times),
-        "tokens_per_s": requests / statistics.fmean(times),
-    }
+    names = [f"{requests}x{context}-{i}" for i in range(requests)]
+    prompts = [[3 + (7919 * i + 104729 * t) % 49000 for t in range(context)] for i in range(requests)]
+
+    def step() -> list:
+        results = core.step()
+        if time.monotonic() > deadline:
+            raise OutOfTime
+        return results
+
+    try:
+        begun = time.perf_counter()
+        for name, prompt in zip(names, prompts, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        answering: set[str] = set()
+        while len(answering) < requests:
+            for result in step():
+                answering.add(result.request_id)
+                if result.finished:
+                    raise RuntimeError(f"{result.request_id} ended before all prompts were read: raise _SLACK")
+        prefill_s = time.perf_counter() - begun
+        _make_tokens(step, requests, _WARM_STEPS)
+        decode_s = _make_tokens(step, requests, steps)
+    finally:
+        core.abort_request(names)
+        while core.has_unfinished_requests():
+            core.step()
+    return {"prefill_s": prefill_s, "step_ms": 1e3 * decode_s / steps, "tokens_per_s": requests * steps / decode_s}
 
 
-def engine_rows(cache: str, points: tuple[str, ...] = POINTS) -> list[dict]:
-    """One engine, every point."""
+def _make_tokens(step, requests: int, tokens: int) -> float:
+    """Seconds in which every request makes so many. An engine that runs ahead answers with what the step before made, or nothing."""
+    begun, made = time.perf_counter(), 0
+    while made < tokens:
+        if results := len(step()):
+            if results != requests:
+                raise RuntimeError(f"{results} of {requests} requests made a token: the cache does not hold them all")
+            made += 1
+    return time.perf_counter() - begun
+
+
+def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float) -> None:
+    """One engine, every point; each row goes to `emit`."""
     with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
         pairs = [(requests, int(context)) for requests, _, context in (point.rpartition("x") for point in points)]
-        longest = max(context for _, context in pairs)
-        llm = engine(cache, Path(folder), longest + _SLACK + DECODE_STEPS)
+        llm = engine(model, cache, Path(folder), max(context for _, context in pairs) + _SLACK + _WARM_STEPS + DECODE_STEPS)
+        started = time.monotonic() - begun
         config = llm.llm_engine.vllm_config
         capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-        backend = _backend(llm)
-        found = []
-        for wanted, context in pairs:
-            fits = min(capacity // (context + _SLACK + DECODE_STEPS), config.scheduler_config.max_num_seqs)
+        decode(llm, 2, 64, steps=4)  # what is compiled at first use, is compiled here
+        for point, (wanted, context) in zip(points, pairs, strict=True):
+            fits = min(capacity // (context + _SLACK + _WARM_STEPS + DECODE_STEPS), MAX_REQUESTS)
             requests = fits if wanted == "max" else int(wanted)
             row = {
                 "kind": "engine",
+                "model": model,
                 "cache": cache,
-                "backend": backend,
+                "point": point,
+                "backend": _backend(llm),
+                "start_s": started,
                 "kv_tokens": capacity,
                 "requests": requests,
                 "context": context,
                 "largest": wanted == "max",
             }
             if requests > fits:
-                found.append({**row, "status": "absent", "reason": f"{fits} requests fit"})
+                emit({**row, "status": "absent", "reason": f"{fits} requests fit"})
                 continue
-            decode(llm, min(2, requests), 64, steps=4)  # compilation and autotuning end here
-            found.append({**row, "status": "measured", **decode(llm, requests, context)})
-        return found
+            try:
+                emit({**row, "status": "measured", **decode(llm, requests, context, deadline=deadline)})
+            except OutOfTime:
+                emit({**row, "status": "absent", "reason": "no time was left"})
 
 
 def _backend(llm) -> str:
@@ -147,28 +202,35 @@ def _backend(llm) -> str:
 # ------------------------------------------------------------------------------------------------ the kernel alone
 
 
-def kernel_rows(name: str = "256x4096") -> list[dict]:
-    """Decode attention over INT8 with a scale for each token and head: `quant_paged_attention`, and vLLM's in the layout that it ships."""
+def kernel_rows(emit, shapes: tuple[str, ...] = KERNEL_SHAPES) -> None:
+    """Decode attention over INT8 with a scale for each token and head, each in the pages that it has inside vLLM."""
     import torch
 
-    import pagedkv
     from pagedkv.bench.inputs import PagedInputs, shape
     from pagedkv.evidence.timing import measure
+    from pagedkv.integrations.vllm.pages import SCALE_BYTES, Pages
 
-    inputs = PagedInputs(shape(name), torch.device("cuda"))
-    cache = inputs.cache("int8_token_head")
-    theirs, output = _triton_int8(inputs, cache)
+    for name in shapes:
+        inputs = PagedInputs(shape(name), torch.device("cuda"))
+        cache = inputs.cache("int8_token_head")
+        blocks, size, heads, dim = cache[0].shape
+        buffer = torch.empty(blocks, size, heads, 2 * (dim + SCALE_BYTES), dtype=torch.int8, device="cuda")
+        plain, rotated = (Pages.view(buffer, size, heads, dim, rotated=rotated) for rotated in (False, True))
+        for plane, values in zip((plain.k, plain.k_scale, plain.v, plain.v_scale), cache, strict=True):
+            plane.copy_(values)
 
-    def ours(q, table):
-        return lambda: pagedkv.quant_paged_attention(q, *cache, table, inputs.seq_lens, inputs.sm_scale)
+        def ours(pages, inputs=inputs):
+            return [
+                lambda q=q, table=table: pages.decode(q, table, inputs.seq_lens, inputs.sm_scale)
+                for q, table in zip(inputs.queries, inputs.block_tables, strict=True)
+            ]
 
-    calls = [ours(q, table) for q, table in zip(inputs.queries, inputs.block_tables, strict=True)]
-    theirs[0]()
-    torch.testing.assert_close(output, calls[0](), rtol=0.02, atol=2e-3)  # both right, or there is nothing to compare
-    rows = []
-    for who, timed in (("pagedkv", calls), ("vllm_triton", theirs)):
-        rows.append({"kind": "kernel", "shape": name, "implementation": who, **measure(device="cuda", rotate=timed, budget_s=0.3)})
-    return rows
+        theirs, output = _triton_int8(inputs, cache)
+        theirs[0]()
+        torch.testing.assert_close(output, ours(plain)[0](), rtol=0.02, atol=2e-3)  # both right, or there is nothing to compare
+        for who, calls in (("pagedkv", ours(rotated)), ("pagedkv, not rotated", ours(plain)), ("vllm_triton", theirs)):
+            timed = measure(device="cuda", rotate=calls, budget_s=0.3)
+            emit({"kind": "kernel", "shape": name, "implementation": who, "status": "measured", **timed})
 
 
 def _triton_int8(inputs, cache) -> tuple[list, object]:
@@ -228,33 +290,169 @@ def _triton_int8(inputs, cache) -> tuple[list, object]:
 # ----------------------------------------------------------------------------------------------------- all of it
 
 
-def rows(points: tuple[str, ...] = POINTS) -> list[dict]:
-    """Every cache and the kernel, each in a process of its own. What fails is a row that says so."""
-    found = []
-    for part in (*CACHES, "kernel"):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows.json"
-            command = [sys.executable, "-m", "pagedkv.bench.vllm_throughput", "--part", part, "--out", str(out), "--points", *points]
-            done = subprocess.run(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            if done.returncode == 0:
-                found += json.loads(out.read_text())
-            else:
-                reason = ([*done.stderr.strip().splitlines()] or [f"exit status {done.returncode}"])[-1][:300]
-                found.append({"kind": "kernel" if part == "kernel" else "engine", "cache": part, "status": "absent", "reason": reason})
-    return found
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one process measures: the kernel alone, or a model with a cache."""
+
+    model: str | None = None
+    cache: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}.{self.cache}" if self.model else "kernel"
+
+    def wanted(self, points: tuple[str, ...]) -> list[dict]:
+        """What tells its rows apart, the most important first."""
+        if self.model is None:
+            return [
+                {"kind": "kernel", "shape": shape, "implementation": who} for shape in KERNEL_SHAPES for who in ("pagedkv", "vllm_triton")
+            ]
+        return [{"kind": "engine", "model": self.model, "cache": self.cache, "point": point} for point in points]
+
+
+PARTS = (Part(), *(Part(model, cache) for model in MODELS for cache in CACHES))
+
+
+def rows(folder: Path, points: tuple[str, ...] = POINTS, seconds: float | None = None) -> list[dict]:
+    """Every part that is not yet in `folder`, each in a process of its own, and then all there is. What fails is a row that says so.
+
+    `folder`: rows and logs, in one of its own for each state of the sources. `seconds`: for all of them; None: whatever they take.
+    """
+    folder = folder / f"cuda-{_state()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds if seconds is not None else float("inf")
+    for i, part in enumerate(PARTS):
+        missing = [wanted for wanted in part.wanted(points) if not _find(read(folder), status="measured", **wanted)]
+        if not missing:
+            continue
+        to_come = sum(later.model == (part.model or next(iter(MODELS))) for later in PARTS[i + 1 :])
+        left = end - time.monotonic() - _ENGINE_S * to_come
+        reason = "no time was left"
+        if left > _ENGINE_S / 2:
+            reason = _run(part, folder, [wanted["point"] for wanted in missing if "point" in wanted], left)
+        for wanted in missing:
+            if not _find(read(folder), **wanted):
+                append(folder, {**wanted, "status": "absent", "reason": reason})
+    found = [row for part in PARTS for wanted in part.wanted(points) for row in _find(read(folder), **wanted)]
+    extra = [row for row in read(folder) if row["kind"] == "kernel" and row not in found]
+    return found + extra + derived(found)
+
+
+def _run(part: Part, folder: Path, points: list[str], seconds: float) -> str:
+    """Returns why rows may be missing afterwards."""
+    command = child.command(
+        "pagedkv.bench.vllm_throughput", "--folder", folder, "--part", part.name, "--seconds", seconds, "--points", *(points or ["-"])
+    )
+    log = folder / f"{part.name}.log"
+    with log.open("w") as out:
+        try:
+            # Between two steps a process sees by itself that its time is over; one that hangs does not.
+            limit = None if seconds == float("inf") else seconds + 15
+            done = subprocess.run(command, stdout=out, stderr=out, cwd=find_root(), env=child.environment(), timeout=limit)
+        except subprocess.TimeoutExpired:
+            return "no time was left"
+    said = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if re.match(r"(\[.*?\] )?[\w.]*(Error|Exception|Absent|Refused)\b", line)
+    ]
+    return said[-1][:300] if said else f"exit status {done.returncode}"
+
+
+def derived(found: list[dict]) -> list[dict]:
+    """The ratios that are claimed, where both sides were measured."""
+    made = []
+
+    def ratio(quantity: str, ours: list[dict], peers: list[dict], field: str, better: str) -> None:
+        ours, peers = ([row for row in side if row.get("status") == "measured"] for side in (ours, peers))
+        if ours and peers:
+            best = (max if better == "more" else min)(peers, key=lambda row: row[field])
+            mine, theirs = ours[0][field], best[field]
+            what = {name: ours[0][name] for name in ("model", "point", "shape") if name in ours[0]}
+            value = theirs / mine if quantity.startswith("kernel") else mine / theirs
+            named = [row.get("cache", row.get("implementation")) for row in peers]
+            made.append(
+                {
+                    "kind": "derived",
+                    "quantity": quantity,
+                    **what,
+                    "value": value,
+                    "peer": best.get("cache", best.get("implementation")),
+                    "peers": named,
+                }
+            )
+
+    for shape in KERNEL_SHAPES:
+        sides = (_find(found, kind="kernel", shape=shape, implementation=who) for who in ("pagedkv", "vllm_triton"))
+        ratio("kernel_vs_vllm_int8", *sides, "p50_us", "less")
+    for model in MODELS:
+        for point in dict.fromkeys(row["point"] for row in found if row.get("model") == model):
+            at = {cache: _find(found, model=model, point=point, cache=cache) for cache in CACHES}
+            ours = at.pop("pagedkv_int8")
+            ratio("decode_vs_vllm_int8", ours, at["vllm_int8"], "tokens_per_s", "more")
+            ratio("prefill_time_vs_bf16", ours, at["vllm_bf16"], "prefill_s", "less")
+            if all(row["status"] == "measured" for cache in ("vllm_bf16", "vllm_fp8") for row in at[cache]):  # INT8 is behind both
+                ratio("decode_vs_best_of_vllm", ours, [row for side in at.values() for row in side], "tokens_per_s", "more")
+    return made
+
+
+def _state() -> str:
+    """A name for the sources as they are and for the vLLM and the GPU here."""
+    from pagedkv.evidence import hardware
+    from pagedkv.integrations.vllm import installed
+
+    root, digest = find_root(), hashlib.sha256(f"{installed()} {hardware.describe('cuda')['name']}".encode())
+    for path in sorted(
+        p for folder in ("kernels", "pagedkv") for p in (root / folder).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")
+    ):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def append(folder: Path, row: dict) -> None:
+    """A row on a line of its own, on the disk when this returns."""
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(folder: Path) -> list[dict]:
+    """The rows, of those about the same thing the last."""
+    path = folder / "rows.jsonl"
+    latest = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        latest[tuple(row.get(name) for name in ("kind", "shape", "implementation", "model", "cache", "point"))] = row
+    return list(latest.values())
+
+
+def _find(found: list[dict], **fields) -> list[dict]:
+    return [row for row in found if all(row.get(name) == value for name, value in fields.items())]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagedkv.bench.vllm_throughput", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=(*CACHES, "kernel"), help="only this, in this process (default: all)")
+    parser.add_argument("--folder", type=Path, required=True, help="rows and logs")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="REQUESTSxCONTEXT")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, help="leave out what would take longer")
+    parser.add_argument("--part", choices=[part.name for part in PARTS], help="only this, in this process (default: all)")
     options = parser.parse_args(arguments)
     if options.part is None:
-        found = rows(tuple(options.points))
+        print(json.dumps(rows(options.folder, tuple(options.points), options.seconds), indent=1))
+        return 0
+    (part,) = (part for part in PARTS if part.name == options.part)
+    deadline = time.monotonic() + (options.seconds if options.seconds is not None else float("inf"))
+
+    def emit(row: dict) -> None:
+        append(options.folder, row)
+
+    if part.model is None:
+        kernel_rows(emit)
     else:
-        found = kernel_rows() if options.part == "kernel" else engine_rows(options.part, tuple(options.points))
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+        engine_rows(part.model, part.cache, list(options.points), emit, deadline)
+        sys.stdout.flush()
+        os._exit(0)  # an engine takes seconds to come down, if it does
     return 0
 
 

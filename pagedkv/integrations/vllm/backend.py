@@ -25,13 +25,14 @@ from vllm.v1.attention.backend import (
 )
 
 import pagedkv
-from pagedkv.integrations.vllm.pages import SCALE_BYTES, Pages, rotate
-from pagedkv.integrations.vllm.prefill import Piece, Prefill
+from pagedkv.integrations.vllm.pages import SCALE_BYTES, Pages
+from pagedkv.integrations.vllm.prefill import Piece, Prefill, to_device
 from pagedkv.ops.checks import GRANULARITIES, MAX_HEAD_DIM
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints what is logged under its own name
 
 INT8 = "int8_per_token_head"
+FEW_TOKENS = 16  # new tokens of a request, of which each reads the cache as a decode does: for more, decoding it once costs less
 
 
 class PagedKVBackend(AttentionBackend):
@@ -101,12 +102,12 @@ class PagedKVBackend(AttentionBackend):
 
 @dataclasses.dataclass
 class PagedKVMetadata:
-    """A batch: `num_decodes` requests with one new token each come first, then `pieces` of prompts."""
+    """A batch: tokens that are attended from over the cache alone come first, one a row; then `pieces` of prompts."""
 
-    num_decodes: int
+    num_rows: int
+    block_table: Tensor  # int32 [num_rows, max_blocks]
+    seq_lens: Tensor  # int32 [num_rows]: up to and with the row's token
     pieces: list[Piece]
-    block_table: Tensor  # int32 [num_reqs, max_blocks]
-    seq_lens: Tensor  # int32 [num_reqs]
 
 
 class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
@@ -121,19 +122,25 @@ class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise NotImplementedError("pagedkv's vLLM backend: attention that is not causal")
+        tables, seq_lens = batch.block_table_tensor, batch.seq_lens
         if batch.max_query_len <= 1:
-            return PagedKVMetadata(batch.num_reqs, [], batch.block_table_tensor, batch.seq_lens)
+            return PagedKVMetadata(batch.num_reqs, tables[: batch.num_reqs], seq_lens[: batch.num_reqs], [])
         starts = batch.query_start_loc_cpu.tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(starts)]
-        num_decodes = next(i for i, length in enumerate(lengths) if length != 1)
+        few = next((i for i, length in enumerate(lengths) if not 1 <= length <= FEW_TOKENS), len(lengths))
         # On the host and, for requests with several new tokens, exact; reading seq_lens would wait for the device.
         ends = batch.seq_lens_cpu_upper_bound if batch.seq_lens_cpu_upper_bound is not None else batch.seq_lens.cpu()
         pieces = [
-            Piece(starts[row], starts[row + 1], int(ends[row]) - lengths[row], row)
-            for row in range(num_decodes, batch.num_reqs)
+            Piece(starts[row], starts[row + 1], int(ends[row]) - lengths[row], tables[row])
+            for row in range(few, batch.num_reqs)
             if lengths[row]
         ]
-        return PagedKVMetadata(num_decodes, pieces, batch.block_table_tensor, batch.seq_lens)
+        if starts[few] == few:
+            return PagedKVMetadata(few, tables[:few], seq_lens[:few], pieces)
+        request = [row for row in range(few) for _ in range(lengths[row])]
+        tokens_after = [left for length in lengths[:few] for left in reversed(range(length))]
+        request, tokens_after = to_device([request, tokens_after], seq_lens.device)
+        return PagedKVMetadata(starts[few], tables.index_select(0, request), seq_lens.index_select(0, request) - tokens_after, pieces)
 
 
 class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
@@ -180,9 +187,11 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         self.granularity = os.environ.get("PAGEDKV_VLLM_SCALES", "token_head")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"PAGEDKV_VLLM_SCALES: expected {' or '.join(GRANULARITIES)}, got {self.granularity!r}")
-        # Both here, not within a graph's capture: the kernels are compiled if need be, and the rotation's matrix goes to the device.
-        kernels = pagedkv.backend(current_platform.device_type)
-        rotate(torch.empty(1, head_size, dtype=config.model_config.dtype, device=current_platform.device_type))
+        self.rotated = _rotates(head_size, config.model_config.dtype)
+        self.max_model_len = config.model_config.max_model_len
+        self._buffer: Tensor | None = None
+        self._pages: Pages | None = None
+        kernels = pagedkv.backend(current_platform.device_type)  # compiles them if need be: here, not within a graph's capture
         int8, unquantised = f"INT8 cache, {self.granularity} scales", f"unquantised cache (for INT8: --kv-cache-dtype {INT8})"
         logger.info_once(
             "PagedKV attention %s is in use: %s, %s", pagedkv.__version__, int8 if kv_cache_dtype == INT8 else unquantised, kernels
@@ -191,7 +200,7 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """key, value: `[num_tokens, num_kv_heads, head_dim]`; slot_mapping: int64, negative where a token is padding."""
         n = slot_mapping.shape[0]
-        self._pages(kv_cache).write(key[:n], value[:n], slot_mapping)
+        self._view(kv_cache).write(key[:n], value[:n], slot_mapping)
 
     def forward(
         self,
@@ -208,19 +217,33 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         """query, output: `[num_tokens, num_heads, head_dim]`. The new tokens are in the cache already."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("pagedkv's vLLM backend: output quantisation fused into attention")
-        if attn_metadata is None:  # a run that only measures memory
+        if attn_metadata is None:  # a run that only measures memory: what a prompt takes that ends at the longest context
+            key.new_empty(2, self.max_model_len, *key.shape[1:])
             return output.fill_(0)
-        batch, pages = attn_metadata, self._pages(kv_cache)
-        if n := batch.num_decodes:
-            output[:n] = pages.decode(query[:n], batch.block_table[:n], batch.seq_lens[:n], self.scale, **self.prefill.options)
-        self.prefill(query, key, value, pages, batch.block_table, batch.pieces, output)
+        batch, pages = attn_metadata, self._view(kv_cache)
+        if n := batch.num_rows:
+            output[:n] = pages.decode(query[:n], batch.block_table, batch.seq_lens, self.scale, **self.prefill.options)
+        self.prefill(query, key, value, pages, batch.pieces, output)
         return output
 
-    def _pages(self, kv_cache: Tensor) -> Pages:
-        # Made anew for each call (microseconds, none in a graph): views that are kept would keep alive a cache that the engine has dropped.
-        elements = kv_cache.shape[1:].numel()
-        per_token = 2 * self.num_kv_heads * (self.head_size + (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0))
-        return Pages.view(kv_cache, elements // per_token, self.num_kv_heads, self.head_size, self.granularity)
+    def _view(self, kv_cache: Tensor) -> Pages:
+        """`kv_cache` as pages: made once, for as long as the engine brings the same tensor."""
+        if kv_cache is not self._buffer:
+            elements = kv_cache.shape[1:].numel()
+            per_token = 2 * self.num_kv_heads * (self.head_size + (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0))
+            self._pages = Pages.view(kv_cache, elements // per_token, self.num_kv_heads, self.head_size, self.granularity, self.rotated)
+            self._buffer = kv_cache
+        return self._pages
+
+
+def _rotates(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels rotate K and V in passing, so that an outlier channel costs a token little of its precision.
+
+    The CPU's do, and those for tensor cores (kernels/cuda/attention/launch.cuh). Elsewhere it would mean a slower path.
+    """
+    if not current_platform.is_cuda():
+        return True
+    return current_platform.has_device_capability(80) and head_size in (64, 128, 256) and dtype != torch.float32
 
 
 def _flash_version(config: VllmConfig, sinks: Tensor | None) -> int | None:

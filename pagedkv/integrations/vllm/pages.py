@@ -6,16 +6,13 @@ A page of an INT8 cache has the bytes that vLLM reckons for `int8_per_token_head
 
 so rows of data stay aligned, and whatever copies or frees whole pages needs to know nothing of this. Block-head scales fill a part of
 the tail. An unquantised page is K, then V.
-
-INT8 holds K rotated, `k H` with H the matrix of `ops.rotation.hadamard_transform` without its factor: entries 1 and -1, exact in any dtype.
-`(q H) . (k H) = size * q . k`, which the scale of the logits takes back. An outlier channel, as K has them, then costs a token little.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,40 +21,45 @@ import pagedkv
 from pagedkv.ops.rotation import hadamard_transform
 
 SCALE_BYTES = 4
+_READ_TOKENS = 8192  # decoded at a time: what that takes in float32 is then small, and still in a large card's L2
 
 
-class Pages(NamedTuple):
-    """Views into the engine's buffer: `[num_blocks, block_size, num_kv_heads, head_dim]`, scales as in `pagedkv.quantize_kv` or None."""
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Views of an engine's buffer: K, V `[num_blocks, block_size, num_kv_heads, head_dim]`; scales as `quantize_kv` makes them, or None."""
 
+    memory: Tensor  # [num_blocks, elements of a page], in the buffer's dtype
     k: Tensor
     k_scale: Tensor | None
     v: Tensor
     v_scale: Tensor | None
+    rotated: bool  # an INT8 cache holds K and V as `pagedkv.reshape_and_cache(..., rotated=True)` writes them
 
     @property
     def block_size(self) -> int:
         return self.k.shape[1]
 
     @classmethod
-    def view(cls, buffer: Tensor, block_size: int, num_kv_heads: int, head_dim: int, granularity: str) -> Pages:
+    def view(
+        cls, buffer: Tensor, block_size: int, num_kv_heads: int, head_dim: int, granularity: str = "token_head", rotated: bool = True
+    ) -> Pages:
         """See `buffer`, `[num_blocks, ...]` with the elements of a page side by side in whatever order, as pages: INT8 if it is int8."""
         page = buffer.as_strided((buffer.shape[0], math.prod(buffer.shape[1:])), (buffer.stride(0), 1))
         shape = (buffer.shape[0], block_size, num_kv_heads, head_dim)
         plane = block_size * num_kv_heads * head_dim
         k, v = (page[:, i * plane : (i + 1) * plane].view(shape) for i in range(2))
         if buffer.dtype != torch.int8:
-            return cls(k, None, v, None)
+            return cls(page, k, None, v, None, rotated=False)
         scale_shape = shape[:3] if granularity == "token_head" else (shape[0], num_kv_heads)
         scales = math.prod(scale_shape[1:])
         tail = page[:, 2 * plane : 2 * (plane + SCALE_BYTES * scales)].view(torch.float32)
         k_scale, v_scale = (tail[:, i * scales : (i + 1) * scales].view(scale_shape) for i in range(2))
-        return cls(k, k_scale, v, v_scale)
+        return cls(page, k, k_scale, v, v_scale, rotated)
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """`pagedkv.reshape_and_cache`. Unquantised, what is to be skipped goes to slot 0, which is of vLLM's null block and never read."""
         if self.k_scale is not None:
-            key, _ = rotate(key)
-            pagedkv.reshape_and_cache(key, value, self.k, self.k_scale, self.v, self.v_scale, slot_mapping)
+            pagedkv.reshape_and_cache(key, value, self.k, self.k_scale, self.v, self.v_scale, slot_mapping, rotated=self.rotated)
             return
         slots = slot_mapping.clamp(min=0)
         block, offset = slots // self.block_size, slots % self.block_size
@@ -68,32 +70,43 @@ class Pages(NamedTuple):
         """Attention of one token per sequence: `pagedkv.quant_paged_attention`, or `paged_attention`."""
         if self.k_scale is None:
             return pagedkv.paged_attention(q, self.k, self.v, block_tables, seq_lens, sm_scale, **options)
-        q, size = rotate(q)
-        sm_scale /= size
-        return pagedkv.quant_paged_attention(q, self.k, self.k_scale, self.v, self.v_scale, block_tables, seq_lens, sm_scale, **options)
-
-    def tokens(self, block_table: Tensor, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of the positions `begin .. end-1` of one sequence, dense `[end - begin, num_kv_heads, head_dim]`."""
-        first = begin // self.block_size
-        blocks = block_table[first : -(-end // self.block_size)].long()
-        within = slice(begin - first * self.block_size, end - first * self.block_size)
-        if self.k_scale is None:
-            return tuple(cache[blocks].flatten(0, 1)[within].to(dtype) for cache in (self.k, self.v))
-        k, v = (
-            pagedkv.dequantize_kv(cache[blocks], scale[blocks]).flatten(0, 1)[within].to(dtype)
-            for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        return pagedkv.quant_paged_attention(
+            q, self.k, self.k_scale, self.v, self.v_scale, block_tables, seq_lens, sm_scale, rotated=self.rotated, **options
         )
-        k, size = rotate(k)
-        return k.div_(size), v
 
+    def read(self, block_table: Tensor, begin: int, k: Tensor, v: Tensor) -> None:
+        """Decode the positions from `begin` on of one sequence into `k` and `v`, contiguous `[num_tokens, num_kv_heads, head_dim]`.
 
-def rotate(x: Tensor) -> tuple[Tensor, int]:
-    """`x H`, and H's size: the rotation of `hadamard_transform` without its factor, once more and over that size its own inverse."""
-    matrix, size = _hadamard(x.shape[-1], x.dtype, x.device)
-    return x @ matrix, size
+        block_table: int32 `[max_blocks]`.
+        """
+        end, size = begin + len(k), self.block_size
+        for first in range(begin // size, -(-end // size), _READ_TOKENS // size):
+            part = self._copy(block_table[first : min(first + _READ_TOKENS // size, -(-end // size))])
+            start = first * size
+            tokens = slice(max(begin, start), min(end, start + len(part.k) * size))
+            within, of_out = slice(tokens.start - start, tokens.stop - start), slice(tokens.start - begin, tokens.stop - begin)
+            for out, cache, scale in ((k[of_out], part.k, part.k_scale), (v[of_out], part.v, part.v_scale)):
+                if scale is None:
+                    out.copy_(cache.flatten(0, 1)[within])
+                elif self.rotated:
+                    rotation, factor = _rotation(cache.shape[3], out.dtype, out.device)
+                    values = pagedkv.dequantize_kv(cache, scale * factor).flatten(0, 1)[within].to(out.dtype)
+                    torch.mm(values.flatten(0, 1), rotation, out=out.flatten(0, 1))
+                else:
+                    out.copy_(pagedkv.dequantize_kv(cache, scale).flatten(0, 1)[within])
+
+    def _copy(self, blocks: Tensor) -> Pages:
+        """Some of the pages, whole and in order: one gather of 4-byte words, or of whatever an unquantised page is made of."""
+        _, size, num_kv_heads, head_dim = self.k.shape
+        if self.k_scale is None:
+            return Pages.view(self.memory.index_select(0, blocks), size, num_kv_heads, head_dim)
+        copied = self.memory.view(torch.int32).index_select(0, blocks).view(torch.int8)
+        granularity = "token_head" if self.k_scale.dim() == 3 else "block_head"
+        return Pages.view(copied, size, num_kv_heads, head_dim, granularity, self.rotated)
 
 
 @functools.cache
-def _hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+    """The matrix of `hadamard_transform` as ones and minus ones, exact in any dtype, and the factor that makes it orthonormal."""
     size = dim & -dim  # of its blocks: the largest power of two that divides the dimension
-    return (hadamard_transform(torch.eye(dim)) * size**0.5).round().to(device, dtype), size
+    return (hadamard_transform(torch.eye(dim)) * size**0.5).round().to(device, dtype), size**-0.5

@@ -7,6 +7,7 @@ vLLM brings it (CUDA, sm_80 up), prompts that begin here in one launch; else PyT
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import torch
@@ -23,7 +24,7 @@ class Piece:
     begin: int
     end: int
     context: int
-    row: int
+    block_table: Tensor  # int32 [max_blocks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,46 +43,47 @@ class Prefill:
         sinks = None if self.sinks is None else self.sinks.float()
         return {"sliding_window": self.sliding_window, "logits_soft_cap": self.logits_soft_cap, "sinks": sinks}
 
-    def __call__(self, q: Tensor, key: Tensor, value: Tensor, pages: Pages, block_tables: Tensor, pieces: list[Piece], out: Tensor) -> None:
-        """q, out: `[num_tokens, num_heads, head_dim]`; key, value: `[num_tokens, num_kv_heads, head_dim]`; block_tables: int32."""
+    def __call__(self, q: Tensor, key: Tensor, value: Tensor, pages: Pages, pieces: list[Piece], out: Tensor) -> None:
+        """q, out: `[num_tokens, num_heads, head_dim]`; key, value: `[num_tokens, num_kv_heads, head_dim]`."""
         for begins_here, group in itertools.groupby(pieces, lambda piece: piece.context == 0):
             group = list(group)
             if begins_here and self.flash_version:
                 new = slice(group[0].begin, group[-1].end)
-                starts = [piece.begin - new.start for piece in group] + [new.stop - new.start]
-                self._flash(q[new], key[new], value[new], starts, starts, out[new])
+                lengths = tuple(piece.end - piece.begin for piece in group)
+                self._flash(q[new], key[new], value[new], lengths, lengths, out[new])
                 continue
             for piece in group:
                 new = slice(piece.begin, piece.end)
-                self._one(q[new], key[new], value[new], pages, block_tables[piece.row], piece.context, out[new])
+                self._one(q[new], key[new], value[new], pages, piece, out[new])
 
-    def _one(self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, block_table: Tensor, context: int, out: Tensor) -> None:
+    def _one(self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, piece: Piece, out: Tensor) -> None:
         if self.flash_version is None and (self.logits_soft_cap is not None or self.sinks is not None):
-            out.copy_(self._token_by_token(q, pages, block_table, context))
+            out.copy_(self._token_by_token(q, pages, piece))
             return
-        seen = context if self.sliding_window is None else min(context, self.sliding_window - 1)
+        seen = piece.context if self.sliding_window is None else min(piece.context, self.sliding_window - 1)
         if seen:
-            old_k, old_v = pages.tokens(block_table, context - seen, context, q.dtype)
-            k, v = torch.cat((old_k, k)), torch.cat((old_v, v))
+            new_k, new_v = k, v
+            k, v = (new.new_empty(seen + len(new), *new.shape[1:]) for new in (new_k, new_v))
+            pages.read(piece.block_table, piece.context - seen, k[:seen], v[:seen])
+            k[seen:], v[seen:] = new_k, new_v
         if self.flash_version:
-            self._flash(q, k, v, [0, len(q)], [0, len(k)], out)
+            self._flash(q, k, v, (len(q),), (len(k),), out)
         else:
             out.copy_(self._sdpa(q, k, v))
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, q_starts: list[int], k_starts: list[int], out: Tensor) -> None:
-        """Several sequences, each causal and aligned to its last token; `..._starts` where each begins, and the end."""
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], out: Tensor) -> None:
+        """Several sequences one after another, each causal and aligned to its last token."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        starts = torch.tensor([q_starts, k_starts], dtype=torch.int32).to(q.device, non_blocking=True)
         flash_attn_varlen_func(
             q,
             k,
             v,
             out=out,
-            max_seqlen_q=max(end - begin for begin, end in itertools.pairwise(q_starts)),
-            cu_seqlens_q=starts[0],
-            max_seqlen_k=max(end - begin for begin, end in itertools.pairwise(k_starts)),
-            cu_seqlens_k=starts[1],
+            max_seqlen_q=max(q_lengths),
+            cu_seqlens_q=_starts(q_lengths, q.device),
+            max_seqlen_k=max(k_lengths),
+            cu_seqlens_k=_starts(k_lengths, q.device),
             softmax_scale=self.sm_scale,
             causal=True,
             window_size=[-1, -1] if self.sliding_window is None else [self.sliding_window - 1, 0],
@@ -102,8 +104,19 @@ class Prefill:
                 mask &= distance < self.sliding_window
         return scaled_dot_product_attention(q[None], k[None], v[None], mask, is_causal=mask is None, scale=self.sm_scale)[0].transpose(0, 1)
 
-    def _token_by_token(self, q: Tensor, pages: Pages, block_table: Tensor, context: int) -> Tensor:
+    def _token_by_token(self, q: Tensor, pages: Pages, piece: Piece) -> Tensor:
         """Each new token as a sequence of its own, which ends with it: slow, and what SDPA cannot do."""
-        seq_lens = torch.arange(context + 1, context + 1 + len(q), dtype=torch.int32, device=q.device)
-        tables = block_table.expand(len(q), -1)
+        seq_lens = torch.arange(piece.context + 1, piece.context + 1 + len(q), dtype=torch.int32, device=q.device)
+        tables = piece.block_table.expand(len(q), -1)
         return pages.decode(q, tables, seq_lens, self.sm_scale, **self.options)
+
+
+@functools.lru_cache(maxsize=64)  # all the layers of a step ask for the same
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 `[len(lengths) + 1]`: where each begins, and the end."""
+    return to_device([0, *itertools.accumulate(lengths)], device)
+
+
+def to_device(numbers: list, device: torch.device) -> Tensor:
+    """As int32, without waiting for what the device is at."""
+    return torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
