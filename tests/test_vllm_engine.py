@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
@@ -171,6 +172,38 @@ def _generate(llm, prompts, new_tokens):
 
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+
+# ------------------------------------------------------------------------------------------------------ a batch
+
+
+def _build(lengths: list[int], seq_lens: list[int]):
+    from pagedkv.integrations.vllm.backend import PagedKVMetadataBuilder
+
+    batch = SimpleNamespace(
+        causal=True,
+        num_reqs=len(lengths),
+        max_query_len=max(lengths),
+        block_table_tensor=torch.arange(10 * len(lengths), dtype=torch.int32).view(-1, 10),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(seq_lens),
+        query_start_loc_cpu=torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)]),
+    )
+    return PagedKVMetadataBuilder(None, [], None, torch.device("cpu")).build(0, batch)
+
+
+def test_a_step_of_single_tokens_takes_the_engines_own_tensors():
+    """Those are what a CUDA graph has captured."""
+    built = _build([1, 1, 1], [5, 9, 1])
+    assert built.num_rows == 3 and built.pieces == []
+    assert built.seq_lens.tolist() == [5, 9, 1] and built.block_table[:, 0].tolist() == [0, 10, 20]
+
+
+def test_the_few_last_tokens_of_a_prompt_are_rows_like_decodes():
+    built = _build([1, 3, 200, 100], [50, 640, 200, 300])
+    assert built.num_rows == 4
+    assert built.seq_lens.tolist() == [50, 638, 639, 640] and built.block_table[:, 0].tolist() == [0, 10, 10, 10]
+    assert [(p.begin, p.end, p.context, int(p.block_table[0])) for p in built.pieces] == [(4, 204, 0, 20), (204, 304, 200, 30)]
 
 
 # --------------------------------------------------------------------------------------------- what is refused

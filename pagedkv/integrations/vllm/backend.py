@@ -32,7 +32,9 @@ from pagedkv.ops.checks import GRANULARITIES, MAX_HEAD_DIM
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints what is logged under its own name
 
 INT8 = "int8_per_token_head"
-FEW_TOKENS = 16  # new tokens of a request, of which each reads the cache as a decode does: for more, decoding it once costs less
+# So few new tokens after so long a context each read the cache, as a decode does: cheaper than to decode that context once, and the new
+# tokens' own rounding is lost among it.
+FEW_TOKENS, LONG_CONTEXT = 16, 512
 
 
 class PagedKVBackend(AttentionBackend):
@@ -127,20 +129,21 @@ class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
             return PagedKVMetadata(batch.num_reqs, tables[: batch.num_reqs], seq_lens[: batch.num_reqs], [])
         starts = batch.query_start_loc_cpu.tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(starts)]
-        few = next((i for i, length in enumerate(lengths) if not 1 <= length <= FEW_TOKENS), len(lengths))
         # On the host and, for requests with several new tokens, exact; reading seq_lens would wait for the device.
         ends = batch.seq_lens_cpu_upper_bound if batch.seq_lens_cpu_upper_bound is not None else batch.seq_lens.cpu()
-        pieces = [
-            Piece(starts[row], starts[row + 1], int(ends[row]) - lengths[row], tables[row])
-            for row in range(few, batch.num_reqs)
-            if lengths[row]
-        ]
+        contexts = [end - length for end, length in zip(ends.tolist(), lengths, strict=False)]
+        few = next((i for i, pair in enumerate(zip(lengths, contexts, strict=False)) if not _reads_the_cache(*pair)), len(lengths))
+        pieces = [Piece(starts[row], starts[row + 1], contexts[row], tables[row]) for row in range(few, batch.num_reqs) if lengths[row]]
         if starts[few] == few:
             return PagedKVMetadata(few, tables[:few], seq_lens[:few], pieces)
         request = [row for row in range(few) for _ in range(lengths[row])]
         tokens_after = [left for length in lengths[:few] for left in reversed(range(length))]
         request, tokens_after = to_device([request, tokens_after], seq_lens.device)
         return PagedKVMetadata(starts[few], tables.index_select(0, request), seq_lens.index_select(0, request) - tokens_after, pieces)
+
+
+def _reads_the_cache(length: int, context: int) -> bool:
+    return length == 1 or (1 < length <= FEW_TOKENS and context >= LONG_CONTEXT)
 
 
 class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
