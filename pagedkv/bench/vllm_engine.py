@@ -22,12 +22,9 @@ from pagedkv.bench import vllm_throughput
 from pagedkv.evidence.root import find_root
 from pagedkv.integrations.vllm import installed
 
-# How an engine's cache is asked for.
-CACHES = {
-    "stock": {},
-    "unquantised": {"attention_backend": "CUSTOM"},
-    "int8": {"attention_backend": "CUSTOM", "kv_cache_dtype": "int8_per_token_head"},
-}
+# How an engine's cache is asked for, and PAGEDKV_VLLM_SCALES.
+CACHES = {"stock": {}, "unquantised": {"attention_backend": "CUSTOM"}, "int8": {"attention_backend": "CUSTOM"}}
+SCALES = {"unquantised": "none"}
 KV_BYTES = 192 << 20
 PROMPT_TOKENS = (16, 48, 96, 160, 256, 384, 512, 700)  # one prompt of each length
 NEW_TOKENS = 24
@@ -37,6 +34,7 @@ _CANDIDATES = 20  # log-probabilities a step, as many as vLLM gives; the referen
 def engine(model: str | Path, cache: str = "int8", dtype: str = "float32", **options):
     """A `vllm.LLM` in this process. `cache`: a name in `CACHES`. Import vllm only after this module: the environment decides."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    os.environ["PAGEDKV_VLLM_SCALES"] = SCALES.get(cache, "token_head")
     from vllm import LLM
 
     options = {"max_model_len": 1024, "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True, **options}

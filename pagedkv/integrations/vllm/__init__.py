@@ -2,13 +2,13 @@
 
 vLLM finds `register` through the entry point group `vllm.general_plugins`, in every process it starts. Nothing changes until asked for:
 
-    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype int8_per_token_head
-    LLM(MODEL, attention_backend="CUSTOM", kv_cache_dtype="int8_per_token_head")
+    vllm serve MODEL --attention-backend CUSTOM
+    LLM(MODEL, attention_backend="CUSTOM")
 
-The second flag is vLLM's name for a cache of one byte an element with float32 scales: its scheduler sizes pages by it. With `auto`
-the cache stays in the model's dtype (or `float16`, `bfloat16`), which is there for comparisons. One log line says what is in use.
+The cache is then INT8; `--kv-cache-dtype int8_per_token_head`, vLLM's name for one with a scale for each token and head, says the same.
+With `float16` or `bfloat16` there the cache stays unquantised, for comparisons. One log line says what is in use.
 
-`PAGEDKV_VLLM_SCALES` = token_head (default) | block_head says what shares a scale; see `pagedkv.quantize_kv`.
+`PAGEDKV_VLLM_SCALES` = token_head (default) | block_head says what shares a scale, see `pagedkv.quantize_kv`; none: the model's dtype.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from pagedkv.ops.checks import GRANULARITIES, MAX_HEAD_DIM
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints what is logged under its own name
 
-INT8 = "int8_per_token_head"
+INT8 = "int8_per_token_head"  # vLLM's name for a cache of one byte an element with float32 scales, by which it sizes pages
+UNQUANTISED = "none"
 # So few new tokens after so long a context each read the cache, as a decode does: cheaper than to decode that context once, and the new
 # tokens' own rounding is lost among it.
 FEW_TOKENS, LONG_CONTEXT = 16, 512
@@ -171,7 +172,7 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         config = get_current_vllm_config()
         refused = {
             f"head_dim {head_size} (wanted: a multiple of 8, at most {MAX_HEAD_DIM})": not PagedKVBackend.supports_head_size(head_size),
-            f"--kv-cache-dtype {kv_cache_dtype} (wanted: {INT8}, or auto, float16, bfloat16 for none)": (
+            f"--kv-cache-dtype {kv_cache_dtype} (wanted: none or {INT8}, or float16, bfloat16 for a cache that is not quantised)": (
                 kv_cache_dtype not in PagedKVBackend.supported_kv_cache_dtypes
             ),
             "ALiBi": alibi_slopes is not None,
@@ -188,17 +189,32 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.prefill = Prefill(self.scale, sliding_window, logits_soft_cap or None, sinks, _flash_version(config, sinks))
         self.granularity = os.environ.get("PAGEDKV_VLLM_SCALES", "token_head")
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(f"PAGEDKV_VLLM_SCALES: expected {' or '.join(GRANULARITIES)}, got {self.granularity!r}")
+        expected = GRANULARITIES if kv_cache_dtype == INT8 else (*GRANULARITIES, UNQUANTISED)
+        if self.granularity not in expected:
+            raise ValueError(f"PAGEDKV_VLLM_SCALES: expected {' or '.join(expected)}, got {self.granularity!r}")
+        self._config = config
+        self._makes_int8 = kv_cache_dtype == "auto" and self.granularity != UNQUANTISED
         self.rotated = _rotates(head_size, config.model_config.dtype)
         self.max_model_len = config.model_config.max_model_len
         self._buffer: Tensor | None = None
         self._pages: Pages | None = None
         kernels = pagedkv.backend(current_platform.device_type)  # compiles them if need be: here, not within a graph's capture
-        int8, unquantised = f"INT8 cache, {self.granularity} scales", f"unquantised cache (for INT8: --kv-cache-dtype {INT8})"
-        logger.info_once(
-            "PagedKV attention %s is in use: %s, %s", pagedkv.__version__, int8 if kv_cache_dtype == INT8 else unquantised, kernels
-        )
+        is_int8 = self._makes_int8 or kv_cache_dtype == INT8
+        cache = f"INT8 cache, {self.granularity} scales" if is_int8 else "unquantised cache"
+        logger.info_once("PagedKV attention %s is in use: %s, %s", pagedkv.__version__, cache, kernels)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Have the layer's cache be INT8 where the command line leaves its dtype open.
+
+        This is the last call before the engine asks layers for the size of their pages. What is set here vLLM sets itself, in layer and
+        configuration, for a checkpoint that brings an FP8 cache.
+        """
+        if not self._makes_int8:
+            return
+        self._config.cache_config.cache_dtype = INT8
+        for layer in self._config.compilation_config.static_forward_context.values():
+            if getattr(layer, "impl", None) is self:
+                layer.kv_cache_dtype, layer.kv_cache_torch_dtype = INT8, torch.int8
 
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """key, value: `[num_tokens, num_kv_heads, head_dim]`; slot_mapping: int64, negative where a token is padding."""
