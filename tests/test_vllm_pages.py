@@ -98,11 +98,11 @@ def test_what_is_written_is_read(dtype, granularity):
     torch.testing.assert_close(back_v, v[5:19], rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("in_kernel", [True, False])
 @pytest.mark.parametrize("granularity", ["token_head", "block_head"])
-def test_a_long_context_is_read_in_parts(granularity, rotated, monkeypatch):
+def test_a_long_context_is_read_in_parts(granularity, in_kernel, monkeypatch):
     monkeypatch.setattr("pagedkv.integrations.vllm.pages._READ_TOKENS", 2 * BLOCK)
-    pages = Pages.view(buffer(torch.int8), BLOCK, KV_HEADS, DIM, granularity, rotated)
+    pages = Pages.view(buffer(torch.int8), BLOCK, KV_HEADS, DIM, granularity, in_kernel)
     _, k, v = tokens(7 * BLOCK + 3)
     table = torch.randperm(24)[:8].int()
     pages.write(k, v, (table.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[: len(k)])

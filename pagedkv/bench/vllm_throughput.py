@@ -206,6 +206,7 @@ def kernel_rows(emit, shapes: tuple[str, ...] = KERNEL_SHAPES) -> None:
     """Decode attention over INT8 with a scale for each token and head, each in the pages that it has inside vLLM."""
     import torch
 
+    import pagedkv
     from pagedkv.bench.inputs import PagedInputs, shape
     from pagedkv.evidence.timing import measure
     from pagedkv.integrations.vllm.pages import SCALE_BYTES, Pages
@@ -215,20 +216,21 @@ def kernel_rows(emit, shapes: tuple[str, ...] = KERNEL_SHAPES) -> None:
         cache = inputs.cache("int8_token_head")
         blocks, size, heads, dim = cache[0].shape
         buffer = torch.empty(blocks, size, heads, 2 * (dim + SCALE_BYTES), dtype=torch.int8, device="cuda")
-        plain, rotated = (Pages.view(buffer, size, heads, dim, rotated=rotated) for rotated in (False, True))
-        for plane, values in zip((plain.k, plain.k_scale, plain.v, plain.v_scale), cache, strict=True):
+        pages = Pages.view(buffer, size, heads, dim, in_kernel=True)
+        planes = pages.k, pages.k_scale, pages.v, pages.v_scale
+        for plane, values in zip(planes, cache, strict=True):
             plane.copy_(values)
 
-        def ours(pages, inputs=inputs):
+        def ours(rotated, inputs=inputs, planes=planes):
             return [
-                lambda q=q, table=table: pages.decode(q, table, inputs.seq_lens, inputs.sm_scale)
+                lambda q=q, table=table: pagedkv.quant_paged_attention(q, *planes, table, inputs.seq_lens, inputs.sm_scale, rotated=rotated)
                 for q, table in zip(inputs.queries, inputs.block_tables, strict=True)
             ]
 
         theirs, output = _triton_int8(inputs, cache)
         theirs[0]()
-        torch.testing.assert_close(output, ours(plain)[0](), rtol=0.02, atol=2e-3)  # both right, or there is nothing to compare
-        for who, calls in (("pagedkv", ours(rotated)), ("pagedkv, not rotated", ours(plain)), ("vllm_triton", theirs)):
+        torch.testing.assert_close(output, ours(False)[0](), rtol=0.02, atol=2e-3)  # both right, or there is nothing to compare
+        for who, calls in (("pagedkv", ours(True)), ("pagedkv, not rotated", ours(False)), ("vllm_triton", theirs)):
             timed = measure(device="cuda", rotate=calls, budget_s=0.3)
             emit({"kind": "kernel", "shape": name, "implementation": who, "status": "measured", **timed})
 

@@ -194,7 +194,7 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
             raise ValueError(f"PAGEDKV_VLLM_SCALES: expected {' or '.join(expected)}, got {self.granularity!r}")
         self._config = config
         self._makes_int8 = kv_cache_dtype == "auto" and self.granularity != UNQUANTISED
-        self.rotated = _rotates(head_size, config.model_config.dtype)
+        self.in_kernel = _rotates_in_kernel(head_size, config.model_config.dtype)
         self.max_model_len = config.model_config.max_model_len
         self._buffer: Tensor | None = None
         self._pages: Pages | None = None
@@ -250,18 +250,15 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         if kv_cache is not self._buffer:
             elements = kv_cache.shape[1:].numel()
             per_token = 2 * self.num_kv_heads * (self.head_size + (SCALE_BYTES if kv_cache.dtype == torch.int8 else 0))
-            self._pages = Pages.view(kv_cache, elements // per_token, self.num_kv_heads, self.head_size, self.granularity, self.rotated)
+            self._pages = Pages.view(kv_cache, elements // per_token, self.num_kv_heads, self.head_size, self.granularity, self.in_kernel)
             self._buffer = kv_cache
         return self._pages
 
 
-def _rotates(head_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels rotate K and V in passing, so that an outlier channel costs a token little of its precision.
-
-    The CPU's do, and those for tensor cores (kernels/cuda/attention/launch.cuh). Elsewhere it would mean a slower path.
-    """
+def _rotates_in_kernel(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether tensor cores serve decode (see kernels/cuda/attention/launch.cuh): there rotation costs nothing, elsewhere a faster path."""
     if not current_platform.is_cuda():
-        return True
+        return False
     return current_platform.has_device_capability(80) and head_size in (64, 128, 256) and dtype != torch.float32
 
 
