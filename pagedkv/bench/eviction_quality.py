@@ -20,9 +20,9 @@ from pagedkv.policies import REGISTRY
 from pagedkv.policies import policy as find_policy
 
 BLOCK_SIZE = 16
-CONTEXT, SCORED = 768, 48  # tokens of a window: the prompt's, and those scored
+CONTEXT, SCORED = 512, 24  # tokens of a window: the prompt's, and those scored
 WINDOWS, QUICK_WINDOWS = 8, 2
-TOGETHER = 4  # windows in one batch
+TOGETHER = 8  # windows in one batch
 WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up
 PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
 FRACTIONS = (0.10, 0.25, 0.50, 0.75)

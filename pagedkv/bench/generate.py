@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from pagedkv.bench.model_variants import with_interval
+from pagedkv.bench.model_variants import Ensemble, with_interval
 from pagedkv.integrations.transformers import PagedCache
 
 PROMPTS = (1040, 300, 80, 12)  # tokens of each
@@ -67,11 +67,12 @@ def lossy() -> dict[str, dict]:
 
 def continued(model, ids: Tensor, want: Tensor, lengths: Sequence[int] = PROMPTS, new_tokens: int = CONTINUED) -> Iterator[dict]:
     """A row for each lossy cache: greedy tokens before the first that differs from `want`, per prompt and on average."""
-    inputs = prompts(ids, lengths)
+    caches = {}
     for name, options in lossy().items():
         if "budget" in options:
             options = {**options, "budget": round(options["budget"] * max(lengths))}
-        got = _greedy(model, inputs, PagedCache(model, **options), new_tokens)
+        caches[name] = PagedCache(model, **options)
+    for name, got in zip(caches, together(model, prompts(ids, lengths), list(caches.values()), new_tokens), strict=True):
         same = (got == want[:, :new_tokens]).int().cumprod(1).sum(1)
         row = {
             "what": "continuation",
@@ -81,6 +82,24 @@ def continued(model, ids: Tensor, want: Tensor, lengths: Sequence[int] = PROMPTS
             "each": " ".join(map(str, same.tolist())),
         }
         yield {**row, **with_interval("same_tokens", same.double())}
+
+
+@torch.inference_mode()
+def together(model, inputs: dict[str, Tensor], caches: Sequence[PagedCache], new_tokens: int) -> Tensor:
+    """What the model generates greedily on each cache, int64 `[caches, prompts, new_tokens]`.
+
+    The prompts are read once, and the weights once a step, for all of them.
+    """
+    cache, (ids, mask) = Ensemble(model, caches), (inputs[name].to(model.device) for name in ("input_ids", "attention_mask"))
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache, logits_to_keep=1).logits
+    token, mask, position = (x.repeat(len(caches), 1) for x in (logits[:, -1:].argmax(-1), mask, position[:, -1:]))
+    generated = [token]
+    for _ in range(new_tokens - 1):
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
+        token = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1:].argmax(-1)
+        generated.append(token)
+    return torch.cat(generated, 1).view(len(caches), len(ids), new_tokens).cpu()
 
 
 @torch.inference_mode()

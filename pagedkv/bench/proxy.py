@@ -17,7 +17,6 @@ import torch
 
 import pagedkv
 from pagedkv.bench.distributions import Problem
-from pagedkv.bench.quality import exact_attention
 
 TRIALS, CONCEPTS = 2000, 20
 NUM_HEADS, HEAD_DIM = 8, 64  # over one KV head; the heads carry the same query, so one of them is classified
@@ -56,6 +55,12 @@ def draw(rng: np.random.Generator, seq_len: int, noise: float, trials: int = TRI
         sm_scale=1 / math.sqrt(HEAD_DIM),
     )
     return Trials(problem, torch.from_numpy(prototypes), torch.from_numpy(labels))
+
+
+def exact_attention(p: Problem) -> torch.Tensor:
+    """Softmax attention in float64 of each trial over its one block, heads alike: `[num_trials, 1, head_dim]`."""
+    q, k, v = p.q[:, :1].double(), p.k[:, :, 0].double(), p.v[:, :, 0].double()
+    return (q @ k.mT * p.sm_scale).softmax(2) @ v
 
 
 def classify(output: torch.Tensor, concepts: torch.Tensor) -> torch.Tensor:

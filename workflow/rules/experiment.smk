@@ -4,14 +4,14 @@
 
 
 def threads_of(wildcards):
-    """A measurement takes all the cores of a local run, so that nothing runs beside it."""
+    """A measurement takes all the cores of a local run, so that nothing runs beside it; a quick run's numbers are no measurement."""
     entry = EXPERIMENTS[wildcards.experiment]
-    if entry.get("exclusive"):
+    if entry.get("exclusive") and not QUICK:
         try:
             return workflow.cores
         except WorkflowError:
             pass  # a cluster: no cores of its own, and slurm_extra keeps others off the node
-    return entry.get("threads", 1)
+    return 1 if QUICK else entry.get("threads", 1)
 
 
 def obtained(experiment, device):
@@ -38,7 +38,7 @@ rule experiment:
         mem_mb=lambda w: EXPERIMENTS[w.experiment].get("mem_mb", 2000),
         runtime=lambda w: EXPERIMENTS[w.experiment].get("runtime", 30),
         gpu=lambda w: int(w.device == "cuda"),
-        benchmark=lambda w: int(EXPERIMENTS[w.experiment].get("exclusive", False)),
+        benchmark=lambda w: int(EXPERIMENTS[w.experiment].get("exclusive", False) and not QUICK),
         slurm_extra=lambda w: "'--exclusive'" if EXPERIMENTS[w.experiment].get("exclusive") else "",
     script:
         "../scripts/run_notebook.py"
