@@ -72,7 +72,6 @@ class Loop:
         self.lens = (position + 1).int()  # [steps, num_seqs], when the step's tokens are in
         self.slots = torch.empty_like(position)
         self._find_slots()
-        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.out: Tensor | None = None
 
     def _find_slots(self) -> None:
@@ -82,7 +81,7 @@ class Loop:
     def period(self, variant: str) -> None:
         """`block_size` steps, and what follows them if `variant` evicts."""
         depth = VARIANTS.index(variant)
-        masses = []  # kept until the period ends: another stream reads them
+        masses = []
         for step in range(self.setting.block_size):
             pagedkv.reshape_and_cache(self.keys[step], self.values[step], *self.cache, self.slots[step])
             results = pagedkv.quant_paged_attention(
@@ -95,20 +94,14 @@ class Loop:
             )
             self.out, mass = results if depth >= 1 else (results, None)
             masses.append(mass)
-            if depth >= 2:
-                self._beside(lambda mass=mass: pagedkv.accumulate_block_mass(mass, self.block_tables, self.total))
-        if depth >= 2 and self._aside is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._aside)
+        if depth >= 2:
+            self.accumulate(masses)
         if depth >= 3:
             self.evict()
 
-    def _beside(self, work: Callable[[], None]) -> None:
-        """After what has been queued, and beside what will be: the next step does not wait for the statistics."""
-        if self._aside is None:
-            return work()
-        self._aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._aside):
-            work()
+    def accumulate(self, masses: list[Tensor]) -> None:
+        """Add up the masses of a period's steps: in one call, since the tables stay as they are until it ends."""
+        pagedkv.accumulate_block_mass(torch.cat(masses), self.block_tables.repeat(len(masses), 1), self.total)
 
     def evict(self) -> None:
         """Every sequence is one block over its budget: one goes, and is the next to be filled."""
