@@ -1,8 +1,9 @@
 // eviction_scores: a weighted sum of recency, frequency and the mean attention mass of a block's valid tokens.
 //
-// Eight blocks at a time: one transposition adds up all their masses, another their tokens, and a block's score has the
-// same bits wherever it stands among the eight.
+// Eight blocks at a time: one transposition adds up all their masses, and a block's score has the same bits wherever it
+// stands among the eight.
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "parallel.h"
@@ -17,7 +18,6 @@ using simd::kLanes;
 // Floats of attention mass, and flags of the mask, to fetch ahead: hardware prefetchers stop at the end of a page, and without
 // this a core drew two thirds of the bandwidth that it has.
 constexpr int64_t kAhead = 1024;
-constexpr float kOnes[kLanes] = {1, 1, 1, 1, 1, 1, 1, 1};
 
 // Of `blocks` (1 to 8) blocks from `first` on; lanes past them repeat the last.
 template <class BlockSize, class Blocks>
@@ -25,7 +25,8 @@ inline __attribute__((always_inline)) Floats mean_valid_mass(const ScoreParams& 
   const int64_t whole = block_size / kLanes * kLanes;
   const float* mass[kLanes];
   const bool* valid[kLanes];
-  Floats totals[kLanes], counts[kLanes];
+  Floats totals[kLanes];
+  float counts[kLanes];
 #pragma GCC unroll 8
   for (int i = 0; i < kLanes; ++i) {
     const int64_t block = first + std::min<int64_t>(i, blocks - 1);
@@ -33,23 +34,28 @@ inline __attribute__((always_inline)) Floats mean_valid_mass(const ScoreParams& 
     valid[i] = p.valid_mask + block * p.valid_mask_stride;
     __builtin_prefetch(mass[i] + kAhead);
     __builtin_prefetch(valid[i] + kAhead);
-    totals[i] = counts[i] = simd::broadcast(0.0f);
+    totals[i] = simd::broadcast(0.0f);
+    int count = 0;
     for (int64_t t = 0; t < whole; t += kLanes) {
       totals[i] = totals[i] + simd::load_where(mass[i] + t, valid[i] + t);
-      counts[i] = counts[i] + simd::load_where(kOnes, valid[i] + t);
+      uint64_t flags;  // eight bools of 0 or 1: their sum is the product's top byte
+      std::memcpy(&flags, valid[i] + t, sizeof flags);
+      count += static_cast<int>(flags * 0x0101010101010101ull >> 56);
     }
+    counts[i] = static_cast<float>(count);
   }
-  Floats total = simd::row_sums(totals), count = simd::row_sums(counts);
+  Floats total = simd::row_sums(totals);
   if (whole < block_size) {
-    float sums[kLanes], tokens[kLanes];
-    simd::store(sums, total), simd::store(tokens, count);
+    float sums[kLanes];
+    simd::store(sums, total);
     for (int i = 0; i < kLanes; ++i) {
       for (int64_t t = whole; t < block_size; ++t) {
-        if (valid[i][t]) sums[i] += mass[i][t], ++tokens[i];
+        if (valid[i][t]) sums[i] += mass[i][t], ++counts[i];
       }
     }
-    total = simd::load(sums), count = simd::load(tokens);
+    total = simd::load(sums);
   }
+  const Floats count = simd::load(counts);
   return simd::select_less(count, simd::broadcast(1.0f), simd::broadcast(0.0f), total / count);
 }
 
