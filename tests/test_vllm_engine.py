@@ -225,7 +225,8 @@ def test_the_few_last_tokens_of_a_prompt_are_rows_like_decodes():
 def test_what_is_not_supported_is_refused_by_name(asked, named, monkeypatch):
     from pagedkv.integrations.vllm import backend
 
-    config = SimpleNamespace(kv_transfer_config=None, parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    config = SimpleNamespace(kv_transfer_config=None, speculative_config=None, parallel_config=parallel)
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
     arguments = {"num_heads": 2, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, "alibi_slopes": None, "sliding_window": None}
     with pytest.raises(NotImplementedError, match=named):

@@ -179,6 +179,7 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
             f"{getattr(attn_type, 'value', attn_type)} attention": attn_type != AttentionType.DECODER,
             "layers that share a KV cache": kv_sharing_target_layer_name is not None,
             "a KV connector": config.kv_transfer_config is not None,
+            "speculative decoding": config.speculative_config is not None,  # lengths on the host are then guesses
             "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
             **{name: value not in (None, False, -1) for name, value in others.items()},
         }
