@@ -129,6 +129,18 @@ def test_however_a_prompt_is_cut_attention_is_the_same(dtype, granularity, cuts,
     torch.testing.assert_close(out, exact(q, k, v, 0, **option), rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("in_kernel", [True, False])
+@pytest.mark.parametrize("granularity", ["token_head", "block_head"])
+def test_whoever_rotates_attention_is_over_k_and_v_themselves(granularity, in_kernel):
+    pages = Pages.view(buffer(torch.int8), BLOCK, KV_HEADS, DIM, granularity, in_kernel)
+    q, k, v = tokens(21)
+    k[..., 3] *= 20  # an outlier channel, as K has them
+    table = torch.tensor([[9, 4, 17]], dtype=torch.int32)
+    pages.write(k, v, torch.tensor([int(table[0, t // BLOCK]) * BLOCK + t % BLOCK for t in range(21)]))
+    out = pages.decode(q[20:], table, torch.tensor([21], dtype=torch.int32), SCALE)
+    torch.testing.assert_close(out, exact(q[20:], k, v, 20), rtol=0, atol=0.05)
+
+
 def test_pieces_of_one_batch_do_not_mix():
     pages = pages_of(torch.int8)
     q, k, v = tokens(24)
