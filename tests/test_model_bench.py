@@ -171,12 +171,12 @@ def test_a_press_keeps_what_kvpress_itself_keeps(ids, small_eviction):
     kvpress = pytest.importorskip("kvpress")
     _, model, _, _ = models.tiny()
     prompt, following = ids[None, :96], ids[None, 96:99]
-    rules = {name: kvpress_peer.presses()[name] for name in ("StreamingLLMPress", "SnapKVPress")}
+    rules = kvpress_peer.presses()
     peer = kvpress_peer.PressCache(model, rules, [0.25, 0.5])
     cache = model_variants.Ensemble(model, [PagedCache(model, "unquantised"), peer])
     with torch.inference_mode():
         model(prompt, past_key_values=cache, logits_to_keep=1)
-        got = [model(token.repeat(5, 1), past_key_values=cache).logits[1:, -1] for token in following.split(1, 1)]
+        got = [model(token.repeat(1 + 2 * len(rules), 1), past_key_values=cache).logits[1:, -1] for token in following.split(1, 1)]
         model.set_attn_implementation("sdpa")
         for i, (name, fraction) in enumerate((name, fraction) for name in rules for fraction in (0.25, 0.5)):
             alone = transformers.DynamicCache()

@@ -20,7 +20,7 @@ from pagedkv.policies import REGISTRY
 from pagedkv.policies import policy as find_policy
 
 BLOCK_SIZE = 16
-CONTEXT, SCORED = 512, 24  # tokens of a window: the prompt's, and those scored
+CONTEXT, SCORED = 512, 16  # tokens of a window: the prompt's, and those scored
 WINDOWS, QUICK_WINDOWS = 8, 2
 TOGETHER = 8  # windows in one batch
 WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up

@@ -4,6 +4,7 @@ Optional: `pip install 'pagedkv[peers]'`."""
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # Rules that need neither training nor a second pass.
 RULES = ("StreamingLLMPress", "SnapKVPress", "TOVAPress", "KeyDiffPress", "ExpectedAttentionPress")
+BY_RATIO = ("StreamingLLMPress",)  # whose scores depend on how much goes; the others are asked for theirs once, not at every fraction
 
 
 def presses() -> dict:
@@ -84,10 +86,15 @@ class PressCache:
         if layer not in self._prompt:
             return
         key, value = self._prompt.pop(layer)
-        for rule in self.rules.values():
+        seen = (module, kwargs["hidden_states"], key, value, None, kwargs)
+        for name, original in self.rules.items():
+            rule = copy.copy(original)
+            if name not in BY_RATIO:
+                scores = original.score(*seen)
+                rule.score = lambda *_, scores=scores: scores
             for fraction in self.fractions:
                 rule.compression_ratio = fraction
-                self._kept[layer].append(rule.compress(module, kwargs["hidden_states"], key, value, None, kwargs))
+                self._kept[layer].append(rule.compress(*seen))
         self.seqs = range(len(key) * len(self._kept[layer]))
         if not self._prompt and layer == len(self._kept) - 1:
             for hook in self._hooks:

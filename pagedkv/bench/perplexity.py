@@ -13,7 +13,7 @@ from pagedkv.integrations.transformers import PagedCache
 from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 
 BLOCK_SIZE = 16
-CONTEXT, SCORED = 384, 64  # tokens of a window: the prompt's, and those scored
+CONTEXT, SCORED = 256, 64  # tokens of a window: the prompt's, and those scored
 WINDOWS, QUICK_WINDOWS = 32, 2
 MOST_PERCENT = 51.6  # of float16's bytes: what a scale for each token and head takes at head_dim 128
 TOGETHER = 16  # windows in one batch
