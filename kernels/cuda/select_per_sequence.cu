@@ -3,7 +3,8 @@
 // One cooperative launch. A CTA takes a sequence: four radix passes over the candidates' keys, a byte each, find the
 // key of the last block to go and how many of its ties go, too; one pass of prefix sums then writes the table without
 // them and the list of what was let go. Keys of up to kCachedKeys places stay in shared memory; a longer table's are
-// read again. When all sequences are done, one CTA gathers what no sequence holds any more, in order.
+// read again. When all sequences have said how many of those nobody holds any more, each writes its own behind those of
+// the sequences before it.
 #include <climits>
 
 #include "eviction/cta.cuh"
@@ -25,7 +26,7 @@ constexpr int kHighestMark = INT_MIN / 2;
 struct Workspace {
   int32_t* dropped;      // [num_seqs, max_blocks]: what each sequence let go of, in the order of their places
   int32_t* num_dropped;  // [num_seqs]
-  int32_t* num_freed;    // [num_seqs]; then where each sequence's part of `freed` starts
+  int32_t* num_freed;    // [num_seqs]: how many of them are free now, and named here
 };
 
 struct Shared {
@@ -147,63 +148,68 @@ __device__ __forceinline__ bool is_freed(const SequenceSelectParams& p, const Wo
   return !p.references || *static_cast<volatile int32_t*>(p.references + block) == static_cast<int32_t>(kMark + at);
 }
 
-// One CTA; a warp takes a sequence.
-__device__ void gather_freed(const SequenceSelectParams& p, const Workspace& w, Shared& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (p.references) {
-    for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
-      for (int i = lane; i < w.num_dropped[seq]; i += 32) {
-        const int64_t at = seq * p.max_blocks + i;
-        const int32_t block = w.dropped[at];
-        if (!in_pool(p, block)) continue;
-        const int32_t count = *static_cast<volatile int32_t*>(p.references + block);
-        if (count == 0 || count < kHighestMark) atomicMin(p.references + block, static_cast<int32_t>(kMark + at));
-      }
-    }
-    __syncthreads();
+// Of several places that let go of a block, the first is to name it.
+__device__ void mark_freed(const SequenceSelectParams& p, const Workspace& w, int64_t seq) {
+  for (int i = threadIdx.x; i < w.num_dropped[seq]; i += kThreads) {
+    const int64_t at = seq * p.max_blocks + i;
+    const int32_t block = w.dropped[at];
+    if (!in_pool(p, block)) continue;
+    const int32_t count = *static_cast<volatile int32_t*>(p.references + block);
+    if (count == 0 || count < kHighestMark) atomicMin(p.references + block, static_cast<int32_t>(kMark + at));
   }
-  for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
-    int count = 0;
-    for (int i = lane; i - lane < w.num_dropped[seq]; i += 32) {
-      count += __popc(__ballot_sync(~0u, i < w.num_dropped[seq] && is_freed(p, w, seq, i)));
-    }
-    if (lane == 0) w.num_freed[seq] = count;
+}
+
+__device__ void count_freed(const SequenceSelectParams& p, const Workspace& w, int64_t seq) {
+  const int dropped = w.num_dropped[seq];
+  int freed = 0;
+  for (int tile = 0; tile < dropped; tile += kThreads) {
+    const int i = tile + threadIdx.x;
+    freed += __syncthreads_count(i < dropped && is_freed(p, w, seq, i));
   }
+  if (threadIdx.x == 0) w.num_freed[seq] = freed;
+}
+
+__device__ void write_freed(const SequenceSelectParams& p, const Workspace& w, Shared& shared, int64_t seq) {
+  const int dropped = w.num_dropped[seq];
+  uint64_t own = 0, start;
+  for (int64_t s = threadIdx.x; s < seq; s += kThreads) own += w.num_freed[s];
+  block_exclusive_sum<kThreads>(own, shared.scan, &start);
   __syncthreads();
-  uint64_t base = 0;
-  for (int64_t tile = 0; tile < p.num_seqs; tile += kThreads) {
-    const int64_t seq = tile + threadIdx.x;
+  for (int tile = 0; tile < dropped; tile += kThreads) {
+    const int i = tile + threadIdx.x;
+    const bool mine = i < dropped && is_freed(p, w, seq, i);
     uint64_t total;
-    const uint64_t own = seq < p.num_seqs ? w.num_freed[seq] : 0;
-    const uint64_t before = base + block_exclusive_sum<kThreads>(own, shared.scan, &total);
-    base += total;
-    if (seq < p.num_seqs) w.num_freed[seq] = static_cast<int32_t>(before);
+    const uint64_t at = start + block_exclusive_sum<kThreads>(uint64_t{mine}, shared.scan, &total);
+    start += total;
+    if (mine) {
+      const int32_t block = w.dropped[seq * p.max_blocks + i];
+      p.freed[at] = block;
+      if (p.references) p.references[block] = 0;  // one place names a block, so nobody else looks for its mark
+    }
     __syncthreads();
   }
-  if (threadIdx.x == 0) *p.num_freed = static_cast<int32_t>(base);
-  for (int64_t seq = warp; seq < p.num_seqs; seq += kWarps) {
-    int32_t* freed = p.freed + w.num_freed[seq];
-    for (int i = lane; i - lane < w.num_dropped[seq]; i += 32) {
-      const bool mine = i < w.num_dropped[seq] && is_freed(p, w, seq, i);
-      const unsigned all = __ballot_sync(~0u, mine);
-      if (mine) {
-        const int32_t block = w.dropped[seq * p.max_blocks + i];
-        freed[__popc(all & ((1u << lane) - 1))] = block;
-        if (p.references) p.references[block] = 0;  // one place names a block, so nobody else looks for its mark
-      }
-      freed += __popc(all);
-    }
-  }
+  if (threadIdx.x == 0 && seq == p.num_seqs - 1) *p.num_freed = static_cast<int32_t>(start);
 }
 
 __global__ void __launch_bounds__(kThreads) select_and_gather(SequenceSelectParams p, Workspace w) {
   __shared__ Shared shared;
-  for (int64_t seq = blockIdx.x; seq < p.num_seqs; seq += gridDim.x) {
-    select(p, w, shared, seq);
-    __syncthreads();
+  const auto for_sequences = [&](const auto& f) {
+    for (int64_t seq = blockIdx.x; seq < p.num_seqs; seq += gridDim.x) {
+      f(seq);
+      __syncthreads();
+    }
+  };
+  const auto sync_grid = [] { cooperative_groups::this_grid().sync(); };
+  for_sequences([&](int64_t seq) { select(p, w, shared, seq); });
+  if (p.references) {
+    sync_grid();  // the references are counted down
+    for_sequences([&](int64_t seq) { mark_freed(p, w, seq); });
+    sync_grid();
   }
-  if (gridDim.x > 1) cooperative_groups::this_grid().sync();
-  if (blockIdx.x == 0) gather_freed(p, w, shared);
+  for_sequences([&](int64_t seq) { count_freed(p, w, seq); });
+  sync_grid();
+  for_sequences([&](int64_t seq) { write_freed(p, w, shared, seq); });
+  if (p.num_seqs == 0 && threadIdx.x == 0) *p.num_freed = 0;
 }
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
