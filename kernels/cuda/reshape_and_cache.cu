@@ -46,9 +46,23 @@ __device__ __forceinline__ bool in_pool(const Write& w, int64_t slot) { return s
 
 // ------------------------------------------------------------------------------- winners in the workspace
 
+// From sm_90 on, the kernels of a call are scheduled while the one before drains, as soon as all of its CTAs have started; until
+// here they do what needs no workspace.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 // Clears what belongs to the blocks that are written: a run of tokens of one block leaves it to its first.
 template <bool kTokenHead>
 __global__ void __launch_bounds__(kThreads) clear_winners(const __grid_constant__ Write w) {
+  let_next_kernel_start();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (token >= w.num_tokens) return;
   const int64_t slot = w.slots[token];
@@ -68,8 +82,11 @@ __global__ void __launch_bounds__(kThreads) clear_winners(const __grid_constant_
 }
 
 __global__ void __launch_bounds__(kThreads) claim_slots(const __grid_constant__ Write w) {
+  let_next_kernel_start();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (token < w.num_tokens && in_pool(w, w.slots[token])) atomicMax(w.winner + w.slots[token], static_cast<int>(token));
+  const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+  wait_for_kernel_before();
+  if (in_pool(w, slot)) atomicMax(w.winner + slot, static_cast<int>(token));
 }
 
 // The largest magnitude of one token's head, in a warp. All lanes get it.
@@ -86,8 +103,10 @@ __device__ __forceinline__ float row_max_abs(const Write& w, const Plane& plane,
 // once; the warp then adds the losers to w.covered.
 template <class T, bool kAligned, bool kRotated>
 __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_constant__ Write w) {
+  let_next_kernel_start();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+  wait_for_kernel_before();
   int loser = -1;
   Quotient at{0, 0};
   if (in_pool(w, slot)) {
@@ -255,6 +274,7 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
   if (threadIdx.x < 32) {
     const int64_t token = int64_t{blockIdx.x} * w.span + threadIdx.x;
     const int64_t slot = threadIdx.x < w.span && token < w.num_tokens ? w.slots[token] : -1;
+    wait_for_kernel_before();
     bool leads = false;
     int64_t block = 0;
     if (in_pool(w, slot)) {
@@ -266,20 +286,20 @@ __global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__
     if (leads) led[__popc(leaders & ((1u << threadIdx.x) - 1))] = block;
     if (threadIdx.x == 0) num_led = __popc(leaders);
   }
+  __shared__ int winner[kMaxBlockSize];
   __syncthreads();
-  __shared__ int winners[kWarps][kMaxBlockSize];
   const int per_block = 2 * w.num_kv_heads;
-  const int items = __shfl_sync(~0u, num_led, 0) * per_block;  // as in warp_index
-  for (int item = warp_index(); item < items; item += kWarps) {
-    const int64_t block = led[item / per_block];
-    int* winner = winners[threadIdx.x / 32];
-    __syncwarp();
-    for (int offset = threadIdx.x % 32; offset < w.block_size; offset += 32) winner[offset] = w.winner[block * w.block_size + offset];
-    __syncwarp();
-    const int within = item % per_block;
-    const bool is_value = within >= w.num_kv_heads;
-    write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], block, is_value ? within - w.num_kv_heads : within,
-                                            winner, __uint_as_float(w.covered[block * per_block + within]));
+  const int blocks = __shfl_sync(~0u, num_led, 0);  // as in warp_index
+  for (int i = 0; i < blocks; ++i) {
+    const int64_t block = led[i];
+    if (i > 0) __syncthreads();
+    for (int offset = threadIdx.x; offset < w.block_size; offset += kThreads) winner[offset] = w.winner[block * w.block_size + offset];
+    __syncthreads();
+    for (int item = warp_index(); item < per_block; item += kWarps) {
+      const bool is_value = item >= w.num_kv_heads;
+      write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], block, is_value ? item - w.num_kv_heads : item, winner,
+                                              __uint_as_float(w.covered[block * per_block + item]));
+    }
   }
 }
 
@@ -292,7 +312,7 @@ struct Target {
 };
 
 // Where the CTA's tokens go, by all its threads.
-template <int kTokens, bool kScan>
+template <int kTokens, int kCta, bool kScan>
 __device__ __forceinline__ void find_targets(const Write& w, int64_t first, Target (&targets)[kTokens]) {
   auto target = [&](int64_t slot, bool wins) {
     if (!wins) return Target{0, 0, false};
@@ -303,56 +323,123 @@ __device__ __forceinline__ void find_targets(const Write& w, int64_t first, Targ
     static_assert(kTokens == 1);
     const int64_t slot = w.slots[first];
     bool rewritten = false;
-    for (int64_t later = first + 1 + threadIdx.x; later < w.num_tokens; later += kThreads) rewritten |= w.slots[later] == slot;
+    for (int64_t later = first + 1 + threadIdx.x; later < w.num_tokens; later += kCta) rewritten |= w.slots[later] == slot;
     rewritten = __syncthreads_or(rewritten);
     if (threadIdx.x == 0) targets[0] = target(slot, in_pool(w, slot) && !rewritten);
   } else if (threadIdx.x < kTokens) {
     const int64_t token = first + threadIdx.x;
     const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+    wait_for_kernel_before();
     targets[threadIdx.x] = target(slot, in_pool(w, slot) && w.winner[slot] == static_cast<int>(token));
   }
   __syncthreads();
 }
 
-// kLanes lanes take a (token, K or V, head), one unit each; a CTA takes kTokens tokens.
-template <class T, bool kAligned, bool kRotated, int kLanes, int kTokens, bool kScan>
-__global__ void __launch_bounds__(kThreads) write_tokens(const __grid_constant__ Write w) {
-  constexpr int kGroups = kThreads / kLanes;
+// Reduces the largest magnitudes of kTokens rows at once, by halves: lane l of a group gets that of row l / (kLanes / kTokens).
+template <int kLanes, int kTokens>
+__device__ __forceinline__ float scatter_max(float (&magnitude)[kTokens], int lane) {
+  int delta = kLanes / 2;
+#pragma unroll
+  for (int rows = kTokens / 2; rows > 0; rows /= 2, delta /= 2) {
+    const bool upper = lane & delta;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      const float sent = upper ? magnitude[i] : magnitude[i + rows], kept = upper ? magnitude[i + rows] : magnitude[i];
+      magnitude[i] = max_magnitude(kept, __shfl_xor_sync(~0u, sent, delta));
+    }
+  }
+#pragma unroll
+  for (; delta > 0; delta /= 2) magnitude[0] = max_magnitude(magnitude[0], __shfl_xor_sync(~0u, magnitude[0], delta));
+  return magnitude[0];
+}
+
+constexpr int kPieces = 2;  // units of a row in one lane: what is done once a row, and the reduction, cost half as much as with one
+
+// kLanes lanes take the rows of kTokens tokens for one (K or V, head); a CTA takes kTokens tokens.
+template <class T, bool kAligned, bool kRotated, int kLanes, int kTokens, int kCta, bool kScan>
+__global__ void __launch_bounds__(kCta) write_tokens(const __grid_constant__ Write w) {
+  constexpr int kGroups = kCta / kLanes, kLanesPerRow = kLanes / kTokens;
   __shared__ Target targets[kTokens];
-  const int unit = threadIdx.x % kLanes;
+  const int lane = threadIdx.x % kLanes;
   const int64_t first = int64_t{blockIdx.x} * kTokens;
   for (int base = 0; base < 2 * w.num_kv_heads; base += kGroups) {  // the same for all threads: they reduce together
     const int item = base + static_cast<int>(threadIdx.x) / kLanes;
-    const bool has_item = item < 2 * w.num_kv_heads && unit < w.head_dim / kUnit;
+    const bool has_item = item < 2 * w.num_kv_heads;
     const bool is_value = item >= w.num_kv_heads;
     const int head = is_value ? item - w.num_kv_heads : item;
     const Plane& plane = w.planes[is_value];
-    const T* source = static_cast<const T*>(plane.source) + first * plane.source_stride_token + head * plane.source_stride_head + unit * kUnit;
-    Unit<T> held[kTokens];
+    const T* source = static_cast<const T*>(plane.source) + first * plane.source_stride_token + head * plane.source_stride_head + lane * kUnit;
+    const int parts = has_item ? w.head_dim / kUnit - lane : 0;  // units of a row from the lane's first on
+    Unit<T> held[kTokens][kPieces];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      held[i] = {};
-      if (has_item && first + i < w.num_tokens) held[i] = load_unit<kAligned>(source + i * plane.source_stride_token);
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        held[i][c] = {};
+        if (c * kLanes < parts && first + i < w.num_tokens) held[i][c] = load_unit<kAligned>(source + i * plane.source_stride_token + c * kLanes * kUnit);
+      }
     }
-    if (base == 0) find_targets<kTokens, kScan>(w, first, targets);  // while those loads are under way
+    if (base == 0) find_targets<kTokens, kCta, kScan>(w, first, targets);  // while those loads are under way
+    float largest[kTokens];
+    float x[kTokens][kPieces][kUnit];
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      float x[kUnit];
-      to_floats(held[i], x);
-      if constexpr (kRotated) hadamard_transform<kLanes>(x, hadamard_size(w.head_dim), unit);
-      const float max_abs = kRotated ? max_magnitude(0.f, x) : max_magnitude(0.f, held[i]);
-      float scale = scale_for(group_max_magnitude<kLanes>(max_abs));
-      if (scale == 0.f) scale = 1.f;
+      largest[i] = 0.f;
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        if constexpr (kRotated) {
+          to_floats(held[i][c], x[i][c]);
+        } else {
+          largest[i] = max_magnitude(largest[i], held[i][c]);
+        }
+      }
+      if constexpr (kRotated) {
+        hadamard_transform<kPieces, kUnit, kLanes>(x[i], hadamard_size(w.head_dim), lane);
+#pragma unroll
+        for (int c = 0; c < kPieces; ++c) largest[i] = max_magnitude(largest[i], x[i][c]);
+      }
+    }
+    // Each lane finds the scale of one row, and all get it from there.
+    float scale = scale_for(scatter_max<kLanes>(largest, lane));
+    if (scale == 0.f) scale = 1.f;
+    const Encoder mine(scale);
+    if (const Target to = targets[lane / kLanesPerRow]; to.written && has_item && lane % kLanesPerRow == 0) {
+      plane.scale[to.block * plane.scale_stride_block + to.offset * plane.scale_stride_token + head * plane.scale_stride_head] = scale;
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      Encoder encode = mine;
+      encode.scale = __shfl_sync(~0u, mine.scale, i * kLanesPerRow, kLanes), encode.inverse = __shfl_sync(~0u, mine.inverse, i * kLanesPerRow, kLanes);
       const Target to = targets[i];
-      if (!to.written || !has_item) continue;
-      if (unit == 0) plane.scale[to.block * plane.scale_stride_block + to.offset * plane.scale_stride_token + head * plane.scale_stride_head] = scale;
-      store_unit<kAligned>(plane.cache + to.block * plane.stride_block + to.offset * plane.stride_token + head * plane.stride_head + unit * kUnit,
-                           Encoder(scale)(x));
+      if (!to.written) continue;
+      int8_t* row = plane.cache + to.block * plane.stride_block + to.offset * plane.stride_token + head * plane.stride_head + lane * kUnit;
+#pragma unroll
+      for (int c = 0; c < kPieces; ++c) {
+        if (c * kLanes >= parts) continue;
+        if constexpr (!kRotated) to_floats(held[i][c], x[i][c]);
+        store_unit<kAligned>(row + c * kLanes * kUnit, encode(x[i][c]));
+      }
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------------ launch
+
+// A kernel after another of the same call; see wait_for_kernel_before. Code built for an older architecture does not wait there, so
+// it must not be overlapped, whatever runs it.
+void launch_after(void (*kernel)(Write), unsigned ctas, int threads, cudaStream_t stream, const Write& w) {
+  static const bool overlaps = [] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, claim_slots), "cudaFuncGetAttributes");
+    return attributes.ptxVersion >= 90;
+  }();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = ctas, config.blockDim = threads, config.stream = stream, config.attrs = &attribute, config.numAttrs = overlaps;
+  check(cudaLaunchKernelEx(&config, kernel, w), "reshape_and_cache");
+}
 
 template <class T, bool kAligned, bool kRotated>
 void launch_blocks(const Write& w, cudaStream_t stream) {
@@ -364,20 +451,22 @@ void launch_blocks(const Write& w, cudaStream_t stream) {
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
-  claim_slots_of_blocks<T, kAligned, kRotated><<<grid, kThreads, 0, stream>>>(w);
-  write_blocks<T, kAligned, kRotated><<<grid_for(w.num_tokens, w.span, kMaxCtas), kThreads, 0, stream>>>(w);
+  launch_after(claim_slots_of_blocks<T, kAligned, kRotated>, grid, kThreads, stream, w);
+  launch_after(write_blocks<T, kAligned, kRotated>, grid_for(w.num_tokens, w.span, kMaxCtas), kThreads, stream, w);
 }
 
-template <class T, bool kAligned, bool kRotated, int kLanes>
+// kUnits: at least those of a row.
+template <class T, bool kAligned, bool kRotated, int kUnits>
 void launch_tokens(const Write& w, cudaStream_t stream) {
+  constexpr int kLanes = kUnits / kPieces, kTokens = 4, kCta = 16 * kLanes;
   if (w.num_tokens <= kScanTokens) {
-    write_tokens<T, kAligned, kRotated, kLanes, 1, true><<<grid_for(w.num_tokens, 1, kMaxCtas), kThreads, 0, stream>>>(w);
+    write_tokens<T, kAligned, kRotated, kLanes, 1, kCta, true><<<grid_for(w.num_tokens, 1, kMaxCtas), kCta, 0, stream>>>(w);
     return;
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<true><<<grid, kThreads, 0, stream>>>(w);
-  claim_slots<<<grid, kThreads, 0, stream>>>(w);
-  write_tokens<T, kAligned, kRotated, kLanes, 4, false><<<grid_for(w.num_tokens, 4, kMaxCtas), kThreads, 0, stream>>>(w);
+  launch_after(claim_slots, grid, kThreads, stream, w);
+  launch_after(write_tokens<T, kAligned, kRotated, kLanes, kTokens, kCta, false>, grid_for(w.num_tokens, kTokens, kMaxCtas), kCta, stream, w);
 }
 
 template <class T, bool kAligned, bool kRotated>
