@@ -109,7 +109,7 @@ def _eviction_variants(device: torch.device) -> Iterator[tuple[str, Callable[[],
 
 def _sequence_variants(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """What decides which blocks of a sequence go: its mass, its selection, statistics of its K and V."""
-    for cache, head_dim, aligned in itertools.product(_CACHES, (64, 128), (True, False)):
+    for cache, head_dim, aligned in itertools.product(_CACHES, (64, 128, 72), (True, False)):
         p = problem(device, torch.float16, cache, lens=(37, 0, 300), heads=(2, 2), head_dim=head_dim)
         kv = p.k_cache if aligned else _unaligned(p.k_cache)
         paged, groups = (kv, p.k_scale, p.block_tables, p.seq_lens), -(-p.block_tables.shape[1] // 4)
@@ -149,9 +149,12 @@ def _quantization_variants(device: torch.device) -> Iterator[tuple[str, Callable
     for head_dim, block_size, aligned in itertools.product((8, 32, 64, 128, 256), (3, 16, 256), (True, False)):
         kv = torch.randn(3, block_size, 2, head_dim, device=device)
         for granularity in ("block_head", "token_head"):
-            for dtype in _DTYPES:
+            for dtype, rotated in itertools.product(_DTYPES, (False, True) if block_size == 16 else (False,)):
                 x = kv.to(dtype) if aligned else _unaligned(kv.to(dtype))
-                yield f"quantize_kv {head_dim} {block_size} {dtype} {granularity}", lambda x=x, g=granularity: pagedkv.quantize_kv(x, g)
+                yield (
+                    f"quantize_kv {head_dim} {block_size} {dtype} {granularity} {rotated}",
+                    lambda x=x, g=granularity, r=rotated: pagedkv.quantize_kv(x, g, rotated=r),
+                )
             q, scale = pagedkv.quantize_kv(kv, granularity)
             q = q if aligned else _unaligned(q)
             yield f"dequantize_kv {head_dim} {block_size} {granularity}", lambda q=q, scale=scale: pagedkv.dequantize_kv(q, scale)
@@ -168,12 +171,12 @@ def _write_variants(device: torch.device) -> Iterator[tuple[str, Callable[[], ob
         scales = [torch.ones(size[::2] if granularity == "block_head" else size[:3], device=device) for _ in range(2)]
         slots = torch.randperm(num_blocks * 16, device=device)[:tokens]
         slots[0] = -1
-        for dtype in _DTYPES:
+        for dtype, rotated in itertools.product(_DTYPES, (False, True)):
             key, value = (torch.randn(tokens, 1, head_dim, device=device).to(dtype) for _ in range(2))
             key, value = (key, value) if aligned else (_unaligned(key), _unaligned(value))
             yield (
-                f"reshape_and_cache {head_dim} {granularity} {tokens} {dtype}",
-                lambda a=(key, value, cache[0], scales[0], cache[1], scales[1], slots): pagedkv.reshape_and_cache(*a),
+                f"reshape_and_cache {head_dim} {granularity} {tokens} {dtype} {rotated}",
+                lambda a=(key, value, cache[0], scales[0], cache[1], scales[1], slots), r=rotated: pagedkv.reshape_and_cache(*a, rotated=r),
             )
 
 
