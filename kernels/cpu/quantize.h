@@ -10,24 +10,42 @@
 #include "simd.h"
 
 namespace pagedkv {
+namespace simd {
 
-// The largest magnitude of a group that grows row by row. Magnitudes are compared as bit patterns, which
-// order like the numbers and put inf and NaN on top, so a value that is not finite cannot get lost.
+// The larger magnitude, lane by lane, by bit patterns: they order like the numbers and put inf and NaN on top.
+inline Floats max_magnitude(Floats a, Floats b) {
+#if defined(PAGEDKV_AVX2)
+  return {_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(abs(a).v), _mm256_castps_si256(abs(b).v)))};
+#else
+  return map([&](int i) { return bits_to_float(std::max(float_to_bits(a.v[i]) & 0x7fffffffu, float_to_bits(b.v[i]) & 0x7fffffffu)); });
+#endif
+}
+
+inline bool all_less(Floats a, Floats b) {
+#if defined(PAGEDKV_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)) == 0xff;
+#else
+  bool all = true;
+  for (int i = 0; i < kLanes; ++i) all &= a.v[i] < b.v[i];
+  return all;
+#endif
+}
+
+}  // namespace simd
+
+// The largest magnitude of a group that grows row by row. A value that is not finite cannot get lost.
 class MaxAbs {
  public:
   template <class T>
   void add(const T* row, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += simd::kLanes) {
-      uint32_t bits[simd::kLanes];
-      const simd::Floats x = simd::load(row + i);
-      std::memcpy(bits, &x, sizeof bits);
-      for (int l = 0; l < simd::kLanes; ++l) lanes_[l] = std::max(lanes_[l], bits[l] & 0x7fffffffu);
-    }
+    for (int64_t i = 0; i < dim; i += simd::kLanes) lanes_ = simd::max_magnitude(lanes_, simd::load(row + i));
   }
 
   // NaN where the group holds NaN or inf.
   float value() const {
-    const uint32_t bits = *std::max_element(lanes_, lanes_ + simd::kLanes);
+    uint32_t lanes[simd::kLanes];
+    std::memcpy(lanes, &lanes_, sizeof lanes);
+    const uint32_t bits = *std::max_element(lanes, lanes + simd::kLanes);
     if (bits >= 0x7f800000u) return std::numeric_limits<float>::quiet_NaN();
     float x;
     std::memcpy(&x, &bits, sizeof x);
@@ -35,7 +53,7 @@ class MaxAbs {
   }
 
  private:
-  uint32_t lanes_[simd::kLanes] = {};
+  simd::Floats lanes_ = simd::broadcast(0.0f);
 };
 
 // max|x| / 127: 0 for an all-zero group, NaN for NaN. Two corners move it by one place: rounding down a
@@ -50,8 +68,8 @@ inline float scale_for(float max_abs) {
 
 // round(x / scale), half to even, in [-127, 127]; zeros for a NaN scale.
 //
-// The rounded quotient may land on a tie that x / scale only comes near, so the remainder decides: it is
-// exact, and says on which side of the tie x lies.
+// The remainder decides: it is exact, and where it is less than half a step the nearest integer is found, however it was come
+// by. Else the rounded quotient may have landed on a tie that x / scale only comes near, and the remainder says on which side x lies.
 template <class T>
 void encode_row(const T* x, float scale, int8_t* q, int64_t dim) {
   if (std::isnan(scale)) {
@@ -60,16 +78,23 @@ void encode_row(const T* x, float scale, int8_t* q, int64_t dim) {
   }
   using namespace simd;
   const Floats step = broadcast(scale), half = broadcast(0.5f), one = broadcast(1.0f), limit = broadcast(127.0f);
+  const Floats inverse = one / step;  // inf for the smallest steps: no n, no remainder, the careful way
+  const auto twice_remainder = [&](Floats n, Floats value) {
+    const Floats remainder = fma(n * broadcast(-1.0f), step, value);
+    return remainder + remainder;
+  };
   for (int64_t i = 0; i < dim; i += kLanes) {
     const Floats value = load(x + i);
-    Floats n = round(value / step);
-    const Floats remainder = fma(n * broadcast(-1.0f), step, value);
-    const Floats twice = remainder + remainder;
-    const Floats excess = abs(twice) - step;                              // > 0: n is one off; 0: a tie
-    // n +- 1 is even where n is odd, and the only odd n on a tie is one that has to go.
-    const Floats odd = abs(n - round(n * half) * broadcast(2.0f));
-    const Floats is_off = select_less(broadcast(0.0f), excess, one, select_less(excess, broadcast(0.0f), broadcast(0.0f), odd));
-    n = n + copysign(is_off, twice);
+    Floats n = round(value * inverse);
+    if (!all_less(abs(twice_remainder(n, value)), step)) {
+      n = round(value / step);
+      const Floats twice = twice_remainder(n, value);
+      const Floats excess = abs(twice) - step;                            // > 0: n is one off; 0: a tie
+      // n +- 1 is even where n is odd, and the only odd n on a tie is one that has to go.
+      const Floats odd = abs(n - round(n * half) * broadcast(2.0f));
+      const Floats is_off = select_less(broadcast(0.0f), excess, one, select_less(excess, broadcast(0.0f), broadcast(0.0f), odd));
+      n = n + copysign(is_off, twice);
+    }
     store(q + i, max(broadcast(-127.0f), min(limit, n)));
   }
 }
