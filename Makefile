@@ -44,7 +44,7 @@ test: $(READY) ## the test suite
 vllm: $(VLLM_READY) ## an environment with vLLM (3.4 GB), for the experiment of that name
 
 test-vllm: $(READY) $(VLLM_READY) ## the vLLM backend in real engines
-	$(BIN)/python -m pagedkv.models --safetensors --out $(DATA)/engine --assets $(DATA)/downloads
+	$(VLLM_BIN)/python -m pagedkv.models --safetensors --out $(DATA)/engine --assets $(DATA)/downloads
 	PAGEDKV_TEST_DATA=$(DATA) $(VLLM_BIN)/python -m pytest tests/test_vllm_engine.py
 
 lab: $(READY) ## the notebooks in JupyterLab
@@ -73,7 +73,7 @@ $(READY): pyproject.toml
 # vLLM's own torch is the CPU's. What it brings for images and sound does not fit that torch, and nothing here needs it.
 $(VLLM_READY): pyproject.toml
 	"$(PYTHON)" -m venv --clear $(DATA)/vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '$(VLLM)' pytest hypothesis 'setuptools>=77'
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '$(VLLM)' gguf accelerate pytest hypothesis 'setuptools>=77'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch '$(VLLM_READY)'
