@@ -13,18 +13,6 @@ CPU = torch.device("cpu")
 COPIES = [{"mode": "cpu", "gb_per_s": 2.0}, {"mode": "cpu", "gb_per_s": 4.0}]
 
 
-@pytest.fixture
-def quick_timer(monkeypatch):
-    """Times of one call each: these tests ask what is measured, not how long it takes."""
-
-    def once(fn=None, device=None, mode="cpu", *, rotate=None, **_):
-        for call in rotate or [fn]:
-            call()
-        return {"p10_us": 1.0, "p50_us": 2.0, "p90_us": 3.0, "repeats": 1, "calls_per_repeat": 1, "mode": mode}
-
-    monkeypatch.setattr(append, "measure", once)
-
-
 def test_a_prompt_fills_blocks_and_a_decode_step_touches_one_for_each_token():
     prompt, step = Inputs(96, CPU, rotations=2), Inputs(64, CPU, rotations=3)
     assert prompt.num_blocks == 12 and sorted(prompt.slots.flatten().tolist()) == list(range(192))

@@ -21,19 +21,6 @@ def inputs():
     return PagedInputs(shape(SMALL), CPU, num_rotations=3)
 
 
-@pytest.fixture
-def quick_timer(monkeypatch):
-    """Times of one call each: these tests ask what is measured, not how long it takes."""
-
-    def once(fn=None, device=None, mode="cpu", *, rotate=None, **_):
-        for call in rotate or [fn]:
-            call()
-        return {"p10_us": 1.0, "p50_us": 2.0, "p90_us": 3.0, "repeats": 1, "calls_per_repeat": 1, "mode": mode}
-
-    for module in (attention, bandwidth, eviction):
-        monkeypatch.setattr(module, "measure", once)
-
-
 # -------------------------------------------------------------------------------------------- inputs
 
 
