@@ -7,7 +7,8 @@ import torch
 
 import pagedkv
 from pagedkv.bench import append
-from pagedkv.bench.append import IMPLEMENTATIONS, Absent, Implementation, Inputs
+from pagedkv.bench.append import IMPLEMENTATIONS, Inputs
+from pagedkv.bench.comparison import rel_error
 
 CPU = torch.device("cpu")
 COPIES = [{"mode": "cpu", "gb_per_s": 2.0}, {"mode": "cpu", "gb_per_s": 4.0}]
@@ -36,7 +37,7 @@ def test_each_implementation_writes_its_rotation_and_no_other(implementation, to
     calls[1]()
     assert not inputs.written_k(implementation.kv_dtype, 0).any()
     got = implementation.read(inputs.written_k(implementation.kv_dtype, 1))
-    assert append._rel_error(got, inputs.keys[1]) < 0.02
+    assert rel_error(got, inputs.keys[1]) < 0.02
 
 
 def test_a_few_lines_of_pytorch_write_what_the_op_does():
@@ -52,40 +53,18 @@ def test_a_few_lines_of_pytorch_write_what_the_op_does():
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-def test_a_broken_or_wrong_peer_is_an_absent_row_and_breaking_ourselves_is_an_error(monkeypatch, quick_timer):
-    ours = IMPLEMENTATIONS[0]
-
-    def broken(inputs, kv_dtype):
-        raise RuntimeError("no such kernel\nsecond line")
-
-    def absent(inputs, kv_dtype):
-        raise Absent("not here")
-
-    def idle(inputs, kv_dtype):
-        return [lambda: None]
-
+def test_a_peer_that_writes_nothing_is_absent_and_that_of_ourselves_is_an_error(monkeypatch, quick_timer):
     def sweep(*implementations):
         monkeypatch.setattr(append, "IMPLEMENTATIONS", implementations)
         return list(append.size_rows(80, CPU, COPIES))
 
-    peers = [Implementation("peer", "float16", prepare) for prepare in (broken, absent, idle)]
-    good, *bad = sweep(ours, *peers)
+    ours = IMPLEMENTATIONS[0]
+    idle = dataclasses.replace(ours, prepare=lambda inputs, kv_dtype: [lambda: None])
+    good, bad = sweep(ours, dataclasses.replace(idle, ours=False))
     assert good["roof_us"] == append.moved_bytes(80, "int8_block_head") / 4.0 / 1e3 and good["roof_fraction"] == good["roof_us"] / 2.0
-    assert [row["status"] for row in bad] == ["absent"] * 3
-    assert [row["reason"] for row in bad[:2]] == ["RuntimeError: no such kernel", "not here"]
-    assert "relative error 1" in bad[2]["reason"]
-    for prepare, error in ((broken, RuntimeError), (idle, AssertionError)):
-        with pytest.raises(error):
-            sweep(dataclasses.replace(ours, prepare=prepare))
-
-
-def test_flashinfer_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(append.importlib.util, "find_spec", lambda name: None)
-    peers = [i for i in IMPLEMENTATIONS if i.name.startswith("FlashInfer")]
-    assert {i.kv_dtype for i in peers} == {"float16", "float8_e4m3fn"}
-    for peer in peers:
-        with pytest.raises(Absent, match="pip install"):
-            peer.prepare(Inputs(80, CPU, rotations=1), peer.kv_dtype)
+    assert bad["status"] == "absent" and "relative error 1" in bad["reason"]
+    with pytest.raises(AssertionError):
+        sweep(idle)
 
 
 def test_ratios_compare_with_the_peer_of_the_same_work():

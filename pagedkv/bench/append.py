@@ -7,20 +7,17 @@ wrote is decoded and compared with its input before it is timed.
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import pagedkv
+from pagedkv.bench.comparison import MODES, CacheImplementation, compare, import_flashinfer, ratios, rel_error
 from pagedkv.bench.inputs import MAX_ROTATIONS, ROTATE_OVER_CACHE, last_level_cache
 from pagedkv.evidence.timing import GRAPH_MAX_CALLS, measure
 from pagedkv.ops.rotation import hadamard_transform
 
-MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
 TOKENS = {"cpu": (4_096, 64), "cuda": (65_536, 64)}  # of a prompt, of a decode step
 QUICK_TOKENS = (512, 64)
 DECODE_TOKENS = 64  # a call of so many or fewer is a decode step: each token has a block of its own
@@ -107,22 +104,6 @@ class Inputs:
 # ----------------------------------------------------------------------------------------- implementations
 
 
-class Absent(Exception):
-    """An implementation cannot run here; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to write tokens; `prepare(inputs, kv_dtype)` returns a call for each rotation. `read`: from what it wrote to K."""
-
-    name: str
-    kv_dtype: str
-    prepare: Callable[[Inputs, str], list[Call]]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    ours: bool = False
-    read: Callable[[Tensor], Tensor] = lambda k: k
-
-
 def _each(inputs: Inputs, kv_dtype: str, write: Callable[..., object]) -> list[Call]:
     """`write(key, value, *pool, slots)` for each rotation."""
     pool = inputs.pool(kv_dtype)
@@ -153,10 +134,7 @@ def _torch_copy(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, sl
 
 def _flashinfer(inputs: Inputs, kv_dtype: str) -> list[Call]:
     """FlashInfer's append takes what it writes in the cache's dtype, so FP8 is cast first, without a scale."""
-    if importlib.util.find_spec("flashinfer") is None:
-        raise Absent("flashinfer is not installed (pip install flashinfer-python)")
-    import flashinfer
-
+    flashinfer = import_flashinfer()
     pool, dtype = inputs.pool(kv_dtype), _FLOATS[kv_dtype]
     # To it, the blocks of a rotation are one sequence: nothing of what it does per token depends on that.
     positions, batch = inputs.positions.int(), torch.zeros(inputs.tokens, dtype=torch.int32, device=inputs.device)
@@ -173,15 +151,15 @@ def _flashinfer(inputs: Inputs, kv_dtype: str) -> list[Call]:
 
 # To add one, add a line.
 IMPLEMENTATIONS = (
-    Implementation("pagedkv", "int8_block_head", _pagedkv(), ours=True),
-    Implementation("pagedkv", "int8_token_head", _pagedkv(), ours=True),
-    Implementation("pagedkv, rotated", "int8_block_head", _pagedkv(rotated=True), ours=True, read=hadamard_transform),
-    Implementation("pagedkv, rotated", "int8_token_head", _pagedkv(rotated=True), ours=True, read=hadamard_transform),
-    Implementation("torch eager", "int8_token_head", lambda inputs, kv_dtype: _each(inputs, kv_dtype, torch_write)),
-    Implementation("torch.compile", "int8_token_head", lambda inputs, kv_dtype: _each(inputs, kv_dtype, _compiled_write)),
-    Implementation("torch eager", "float16", lambda inputs, kv_dtype: _each(inputs, kv_dtype, _torch_copy)),
-    Implementation("FlashInfer", "float16", _flashinfer, devices=("cuda",)),
-    Implementation("FlashInfer, cast first", "float8_e4m3fn", _flashinfer, devices=("cuda",)),
+    CacheImplementation("pagedkv", "int8_block_head", _pagedkv(), ours=True),
+    CacheImplementation("pagedkv", "int8_token_head", _pagedkv(), ours=True),
+    CacheImplementation("pagedkv, rotated", "int8_block_head", _pagedkv(rotated=True), ours=True, read=hadamard_transform),
+    CacheImplementation("pagedkv, rotated", "int8_token_head", _pagedkv(rotated=True), ours=True, read=hadamard_transform),
+    CacheImplementation("torch eager", "int8_token_head", lambda inputs, kv_dtype: _each(inputs, kv_dtype, torch_write)),
+    CacheImplementation("torch.compile", "int8_token_head", lambda inputs, kv_dtype: _each(inputs, kv_dtype, _compiled_write)),
+    CacheImplementation("torch eager", "float16", lambda inputs, kv_dtype: _each(inputs, kv_dtype, _torch_copy)),
+    CacheImplementation("FlashInfer", "float16", _flashinfer, devices=("cuda",)),
+    CacheImplementation("FlashInfer, cast first", "float8_e4m3fn", _flashinfer, devices=("cuda",)),
 )
 
 
@@ -229,66 +207,34 @@ def size_rows(tokens: int, device: torch.device, copies: list[dict], *, modes: t
     """
     modes = modes or MODES[device.type]
     inputs = Inputs(tokens, device)
-    for implementation in IMPLEMENTATIONS:
-        if device.type not in implementation.devices:
-            continue
-        kv_dtype = implementation.kv_dtype
-        row = {"kind": "append", "tokens": tokens, "implementation": implementation.name, "kv_dtype": kv_dtype, "ours": implementation.ours}
-        try:
-            calls = implementation.prepare(inputs, kv_dtype)
-            calls[0]()
-            rel_error = _rel_error(implementation.read(inputs.written_k(kv_dtype)), inputs.keys[0])
-            if not rel_error <= _MAX_REL_ERROR[kv_dtype]:
-                raise AssertionError(
-                    f"{implementation.name} ({kv_dtype}), {tokens} tokens: relative error {rel_error:.3g} of what was written"
-                )
-            measured = [measure(device=device, mode=mode, rotate=calls, budget_s=_BUDGET_S[device.type]) for mode in modes]
-        except Absent as absent:
-            yield row | {"status": "absent", "reason": str(absent)}
-        except Exception as error:  # a peer that breaks is a finding of the comparison; breaking ourselves is not
-            if implementation.ours:
-                raise
-            yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-        else:
-            moved = moved_bytes(tokens, kv_dtype)
-            for times in measured:
-                roof_us = moved / copy_gb_per_s(copies, times["mode"]) / 1e3
-                yield row | {"status": "measured", **times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3,
-                             "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": rel_error}  # fmt: skip
-        inputs.forget()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+
+    def measured(i: CacheImplementation) -> Iterator[dict]:
+        calls = i.prepare(inputs, i.kv_dtype)
+        calls[0]()
+        error = rel_error(i.read(inputs.written_k(i.kv_dtype)), inputs.keys[0])
+        if not error <= _MAX_REL_ERROR[i.kv_dtype]:
+            raise AssertionError(f"{i.name} ({i.kv_dtype}), {tokens} tokens: relative error {error:.3g} of what was written")
+        moved = moved_bytes(tokens, i.kv_dtype)
+        for mode in modes:
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=_BUDGET_S[device.type])
+            roof_us = moved / copy_gb_per_s(copies, mode) / 1e3
+            yield {**times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3,
+                   "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": error}  # fmt: skip
+
+    yield from compare(IMPLEMENTATIONS, device, {"kind": "append", "tokens": tokens}, measured, inputs.forget)
 
 
-def _rel_error(got: Tensor, want: Tensor) -> float:
-    return float((got - want.float()).norm() / want.float().norm())
-
-
-# quantity: (prefix of the peers' names, their kv_dtype). Each is the fastest such peer's p50 over ours: above 1, ours is faster.
 _RATIOS = {
-    "vs_eager": ("torch eager", "int8_token_head"),
-    "vs_compile": ("torch.compile", "int8_token_head"),
-    "vs_flashinfer_fp16": ("FlashInfer", "float16"),
-    "vs_flashinfer_fp8": ("FlashInfer", "float8_e4m3fn"),
+    "vs_eager": ("torch eager", {"kv_dtype": "int8_token_head"}),
+    "vs_compile": ("torch.compile", {"kv_dtype": "int8_token_head"}),
+    "vs_flashinfer_fp16": ("FlashInfer", {"kv_dtype": "float16"}),
+    "vs_flashinfer_fp8": ("FlashInfer", {"kv_dtype": "float8_e4m3fn"}),
 }
 
 
 def derived_rows(rows: list[dict]) -> Iterator[dict]:
     """Ratios within one run: `kind` "derived", `tokens`, `kv_dtype` (of this project's row), `mode`, `quantity`, `value`, `peer`."""
-    measured = [r for r in rows if r.get("kind") == "append" and r["status"] == "measured"]
-    for ours in measured:
-        if ours["implementation"] != "pagedkv":
-            continue
-        for quantity, (prefix, kv_dtype) in _RATIOS.items():
-            row = {"kind": "derived", "tokens": ours["tokens"], "kv_dtype": ours["kv_dtype"], "mode": ours["mode"], "quantity": quantity}
-            peers = [r for r in measured if r["implementation"].startswith(prefix) and r["kv_dtype"] == kv_dtype
-                     and (r["tokens"], r["mode"]) == (ours["tokens"], ours["mode"])]  # fmt: skip
-            if peers:
-                best = min(peers, key=lambda r: r["p50_us"])
-                yield row | {"status": "measured", "value": best["p50_us"] / ours["p50_us"], "peer": best["implementation"]}
-            else:
-                yield row | {"status": "absent", "reason": "no such peer ran, see its row"}
+    return ratios([r for r in rows if r.get("kind") == "append"], "pagedkv", ("tokens", "kv_dtype", "mode"), _RATIOS)
 
 
 # --------------------------------------------------------------------------------------------- consistency

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pagedkv.bench.attention_peers import IMPLEMENTATIONS, Absent, Implementation
+from pagedkv.bench.attention_peers import IMPLEMENTATIONS
 from pagedkv.bench.bandwidth import gather_roof, read_gb_per_s
+from pagedkv.bench.comparison import MODES, CacheImplementation, compare, ratio, rel_error
 from pagedkv.bench.inputs import PagedInputs, Shape, shape
 from pagedkv.evidence.timing import measure
-
-MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
 
 # By what is asked of them; as `inputs.shape` reads them. Published shapes first; what is long needs a GPU to end today.
 QUESTIONS = {
@@ -70,14 +68,20 @@ def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes:
     inputs = PagedInputs(shape(name), device)
     want = expected(inputs, min(_CHECKED_SEQS, inputs.shape.num_seqs))
     roofs = yield from _roofs(inputs, bandwidth, modes)
-    for implementation in IMPLEMENTATIONS:
-        if device.type not in implementation.devices:
-            continue
-        yield from _implementation_rows(implementation, inputs, want, roofs, modes)
-        inputs.forget()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+
+    def measured(i: CacheImplementation) -> Iterator[dict]:
+        calls = i.prepare(inputs, i.kv_dtype)
+        error = rel_error(i.read(calls[0]()[: len(want)]), want)
+        if not error <= _MAX_REL_ERROR.get(i.kv_dtype, 0.01):
+            raise AssertionError(f"{i.name} ({i.kv_dtype}) on {name}: relative error {error:.3g} against float32")
+        moved = inputs.shape.kv_bytes(i.kv_dtype)
+        for mode in modes:
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=_BUDGET_S[device.type])
+            roof_us = roofs[mode].us(inputs.shape, i.kv_dtype)
+            yield {**times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3, "roof": roofs[mode].name,
+                   "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": error}  # fmt: skip
+
+    yield from compare(IMPLEMENTATIONS, device, {"kind": "attention", "shape": name}, measured, inputs.forget)
 
 
 @dataclass
@@ -123,40 +127,9 @@ def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -
     return roofs
 
 
-def _implementation_rows(implementation: Implementation, inputs: PagedInputs, want: Tensor, roofs: dict, modes) -> Iterator[dict]:
-    row = {"kind": "attention", "shape": inputs.shape.name, "implementation": implementation.name,
-           "ours": implementation.ours, "kv_dtype": implementation.kv_dtype}  # fmt: skip
-    moved = inputs.shape.kv_bytes(implementation.kv_dtype)
-    try:
-        calls = implementation.prepare(inputs, implementation.kv_dtype)
-        rel_error = _rel_error(implementation.read(calls[0]()[: len(want)]), want)
-        if not rel_error <= _MAX_REL_ERROR.get(implementation.kv_dtype, 0.01):
-            what = f"{implementation.name} ({implementation.kv_dtype}) on {inputs.shape.name}"
-            raise AssertionError(f"{what}: relative error {rel_error:.3g} against float32")
-        measured = [measure(device=inputs.device, mode=mode, rotate=calls, budget_s=_BUDGET_S[inputs.device.type]) for mode in modes]
-    except torch.cuda.OutOfMemoryError:
-        yield row | {"status": "absent", "reason": "needs more memory than this device has"}
-    except Absent as absent:
-        yield row | {"status": "absent", "reason": str(absent)}
-    except Exception as error:  # a peer that breaks is a finding of the comparison; breaking ourselves is not
-        if implementation.ours:
-            raise
-        yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-    else:
-        for times in measured:
-            roof = roofs[times["mode"]]
-            roof_us = roof.us(inputs.shape, implementation.kv_dtype)
-            yield row | {"status": "measured", **times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3, "roof": roof.name,
-                         "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": rel_error}  # fmt: skip
-
-
-def _rel_error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want).norm() / want.norm())
-
-
 # ------------------------------------------------------------------------------------------- derived
 
-# quantity: (which of this project's rows, which peers). Each is the fastest peer's p50 over ours: above 1, ours is faster.
+# quantity: (which of this project's rows, which peers); see `comparison.ratio`.
 _RATIOS = {
     "vs_fp16": ("int8_block_head", lambda r: r["kv_dtype"] in ("float16", "bfloat16")),
     "vs_fp8": ("int8_block_head", lambda r: r["kv_dtype"].startswith("float8")),
@@ -182,15 +155,10 @@ def derived_rows(rows: list[dict]) -> Iterator[dict]:
         for mode in dict.fromkeys(r["mode"] for r in measured):
             here = [r for r in measured if (r["shape"], r["mode"]) == (name, mode)]
             ours = {r["kv_dtype"]: r for r in here if r["implementation"] == "pagedkv"}
+            peers = [r | {"implementation": f"{r['implementation']} ({r['kv_dtype']})"} for r in here if not r["ours"]]
             row = {"kind": "derived", "shape": name, "mode": mode}
             for quantity, (kv_dtype, is_peer) in _RATIOS.items():
-                peers = [r for r in here if not r["ours"] and is_peer(r)]
-                if kv_dtype in ours and peers:
-                    best = min(peers, key=lambda r: r["p50_us"])
-                    yield row | {"quantity": quantity, "status": "measured", "value": best["p50_us"] / ours[kv_dtype]["p50_us"],
-                                 "peer": f"{best['implementation']} ({best['kv_dtype']})"}  # fmt: skip
-                else:
-                    yield row | {"quantity": quantity, "status": "absent", "reason": "no such peer ran, see its row"}
+                yield row | {"quantity": quantity} | ratio(ours.get(kv_dtype), [r for r in peers if is_peer(r)])
             if {"int8_block_head", "int8_token_head"} <= ours.keys():
                 block, token = ours["int8_block_head"], ours["int8_token_head"]
                 cost = token["p50_us"] / block["p50_us"] / (token["bytes"] / block["bytes"])

@@ -12,7 +12,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,27 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pagedkv
 from pagedkv.bench import child
+from pagedkv.bench.comparison import Absent, CacheImplementation, import_flashinfer
 from pagedkv.bench.inputs import PagedInputs, shape
 from pagedkv.ops.rotation import hadamard_transform
 
 Call = Callable[[], Tensor]
-
-
-class Absent(Exception):
-    """An implementation cannot run here; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute a decode step; `prepare(inputs, kv_dtype)` returns a call for each rotation."""
-
-    name: str
-    kv_dtype: str
-    prepare: Callable[[PagedInputs, str], list[Call]]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    ours: bool = False
-    compiles: bool = False  # at first use, for each head dimension; see `compile_all`
-    read: Callable[[Tensor], Tensor] = lambda out: out  # from what the call returns to attention's output, where it is checked
 
 
 # ------------------------------------------------------------------------------------- this project
@@ -131,10 +114,7 @@ def _flashinfer(tensor_cores: bool):
     """FlashInfer's paged decode wrapper; the plan is made here, outside the timed part."""
 
     def prepare(inputs: PagedInputs, kv_dtype: str) -> list[Call]:
-        if importlib.util.find_spec("flashinfer") is None:
-            raise Absent("flashinfer is not installed (pip install flashinfer-python)")
-        import flashinfer
-
+        flashinfer = import_flashinfer()
         shape, cache = inputs.shape, inputs.cache(kv_dtype)
         # The float workspace only holds partial results within a call, so the rotations share it.
         workspace = torch.empty(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=inputs.device)
@@ -167,21 +147,21 @@ _cpu, _cuda = ("cpu",), ("cuda",)
 
 # To add a peer, add a line.
 IMPLEMENTATIONS = (
-    Implementation("pagedkv", "int8_block_head", _pagedkv(), ours=True),
-    Implementation("pagedkv", "int8_token_head", _pagedkv(), ours=True),
-    Implementation("pagedkv", "float16", _pagedkv(), ours=True),
-    Implementation("pagedkv, block mass", "int8_block_head", _pagedkv(return_block_mass=True), ours=True),
-    Implementation("pagedkv, rotated", "int8_block_head", _pagedkv_rotated, ours=True, read=hadamard_transform),
-    Implementation("gather + expand + SDPA", "float16", _gather_expand_sdpa),
-    Implementation("SDPA enable_gqa, dense", "float32", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
-    Implementation("SDPA enable_gqa, dense", "bfloat16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
-    Implementation("SDPA enable_gqa, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), _cpu),
-    Implementation("SDPA flash, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION), _cuda),
-    Implementation("SDPA cuDNN, dense", "float16", _dense_sdpa(SDPBackend.CUDNN_ATTENTION), _cuda),
-    Implementation("FlashInfer, tensor cores", "float16", _flashinfer(True), _cuda, compiles=True),
-    Implementation("FlashInfer, CUDA cores", "float16", _flashinfer(False), _cuda, compiles=True),
-    Implementation("FlashInfer, tensor cores", "float8_e4m3fn", _flashinfer(True), _cuda, compiles=True),
-    Implementation("FlashInfer, CUDA cores", "float8_e4m3fn", _flashinfer(False), _cuda, compiles=True),
+    CacheImplementation("pagedkv", "int8_block_head", _pagedkv(), ours=True),
+    CacheImplementation("pagedkv", "int8_token_head", _pagedkv(), ours=True),
+    CacheImplementation("pagedkv", "float16", _pagedkv(), ours=True),
+    CacheImplementation("pagedkv, block mass", "int8_block_head", _pagedkv(return_block_mass=True), ours=True),
+    CacheImplementation("pagedkv, rotated", "int8_block_head", _pagedkv_rotated, ours=True, read=hadamard_transform),
+    CacheImplementation("gather + expand + SDPA", "float16", _gather_expand_sdpa),
+    CacheImplementation("SDPA enable_gqa, dense", "float32", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), devices=_cpu),
+    CacheImplementation("SDPA enable_gqa, dense", "bfloat16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), devices=_cpu),
+    CacheImplementation("SDPA enable_gqa, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH), devices=_cpu),
+    CacheImplementation("SDPA flash, dense", "float16", _dense_sdpa(SDPBackend.FLASH_ATTENTION), devices=_cuda),
+    CacheImplementation("SDPA cuDNN, dense", "float16", _dense_sdpa(SDPBackend.CUDNN_ATTENTION), devices=_cuda),
+    CacheImplementation("FlashInfer, tensor cores", "float16", _flashinfer(True), devices=_cuda),
+    CacheImplementation("FlashInfer, CUDA cores", "float16", _flashinfer(False), devices=_cuda),
+    CacheImplementation("FlashInfer, tensor cores", "float8_e4m3fn", _flashinfer(True), devices=_cuda),
+    CacheImplementation("FlashInfer, CUDA cores", "float8_e4m3fn", _flashinfer(False), devices=_cuda),
 )
 
 
@@ -189,12 +169,12 @@ IMPLEMENTATIONS = (
 
 
 def compile_all(shapes: Iterable[str], device: torch.device) -> None:
-    """Compile, side by side, what the peers would compile one after another when first used on `shapes`.
+    """Compile, side by side, what FlashInfer would compile one after another when first used on `shapes`, for each head dimension.
 
     A peer that fails here fails again where it is measured, and says why there.
     """
     dims = sorted({shape(name).head_dim for name in shapes})
-    due = [i for i in IMPLEMENTATIONS if i.compiles and device.type in i.devices and importlib.util.find_spec("flashinfer")]
+    due = [i for i in IMPLEMENTATIONS if "FlashInfer" in i.name and device.type in i.devices and importlib.util.find_spec("flashinfer")]
     running = [
         subprocess.Popen(
             child.command("pagedkv.bench.attention_peers", i.name, i.kv_dtype, dim, device),

@@ -8,22 +8,22 @@ are checked (`exact_trials`).
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import pagedkv
+from pagedkv.bench import comparison
+from pagedkv.bench.comparison import MODES, Absent, compare, import_flashinfer, ratios
 from pagedkv.bench.inputs import MAX_ROTATIONS, ROTATE_OVER_CACHE, last_level_cache
 from pagedkv.evidence.timing import GRAPH_MAX_CALLS, measure
 
-MODES = {"cpu": ("cpu",), "cuda": ("graph", "flush")}
 NUM_BLOCKS = {"cpu": (1_024, 16_384, 131_072, 1_048_576), "cuda": (1_024, 16_384, 131_072, 1_048_576, 16_777_216)}
 QUICK_NUM_BLOCKS = (1_024, 16_384)
 FRACTIONS = {"cpu": (0.15,), "cuda": (0.15, 0.01, 0.5)}
@@ -135,30 +135,25 @@ def _select_only(select: Callable[[Tensor, int], Tensor]) -> Callable:
 
 
 @dataclass(frozen=True)
-class Implementation:
+class Implementation(comparison.Implementation):
     """`prepare(statistics, k)` returns the call to time. `part`: what of the work it does.
 
     On CUDA, what goes through the host cannot be captured (`host`) and is timed by the host's clock. `scores` is what it
     sorts: implementations sum in different orders, and a score that rounds differently may change places.
     """
 
-    name: str
+    labels = ("part",)
     prepare: Callable[[Statistics, int], Ids]
     part: str = "score + select"
     scores: Callable = pagedkv.eviction_scores
-    ours: bool = False
     host: bool = False
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 def _flashinfer(s: Statistics, k: int) -> Ids:
     """FlashInfer takes the k largest, hence the sign; `sorted` orders them, but not ties."""
-    if importlib.util.find_spec("flashinfer") is None:
-        raise ImportError("flashinfer is not installed (pip install flashinfer-python)")
-    import flashinfer
-
+    flashinfer = import_flashinfer()
     if len(s.recency) > _MAX_FLASHINFER_BLOCKS:
-        raise ValueError(f"not asked above {_MAX_FLASHINFER_BLOCKS} blocks: of 2^24, flashinfer-python 0.6.4 did not return within minutes")
+        raise Absent(f"not asked above {_MAX_FLASHINFER_BLOCKS} blocks: of 2^24, flashinfer-python 0.6.4 did not return within minutes")
     negated = -pagedkv.eviction_scores(*s)[None]
     return lambda: flashinfer.top_k(negated, k, sorted=True)[1][0]
 
@@ -237,36 +232,27 @@ def size_rows(
     pools = [Statistics.random(num_blocks, device, seed) for seed in range(rotations(num_blocks, device))]
     budget_s = budget_s or _BUDGET_S[device.type]
     fractions = fractions or FRACTIONS[device.type]
+
+    def measured(k: int, i: Implementation) -> Iterator[dict]:
+        calls = [i.prepare(pool, k) for pool in (pools[:1] if device.type == "cuda" and i.host else pools)]
+        exact = _exact(i, calls[0](), pools[0])
+        if i.ours and exact is False:
+            raise AssertionError(f"{i.name}: its ids on {num_blocks} blocks, k = {k}, are not those of a stable sort")
+        for mode in ("cpu",) if i.host else MODES[device.type]:
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=budget_s)
+            extra = {}
+            if i.part != "select" and read_gb_per_s:
+                moved = pool_bytes(num_blocks) + (8 * k if "select" in i.part else 0)
+                roof_us = moved / read_gb_per_s / 1e3
+                extra = {"bytes": moved, "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"]}
+            yield {**times, "exact": exact, **extra}
+
     for fraction in fractions:
-        k = int(num_blocks * fraction)
-        for implementation in IMPLEMENTATIONS:
-            if device.type not in implementation.devices or (device.type == "cuda" and implementation.host and fraction != fractions[0]):
-                continue  # the host sorts the same whatever k is: on a GPU's clock it is timed once
-            if implementation.host and num_blocks > _MAX_HOST_BLOCKS:
-                continue
-            row = {"kind": "eviction", "blocks": num_blocks, "k": k, "fraction": fraction, "implementation": implementation.name,
-                   "part": implementation.part, "ours": implementation.ours}  # fmt: skip
-            modes = ("cpu",) if implementation.host else MODES[device.type]
-            try:
-                rotated = pools[:1] if device.type == "cuda" and implementation.host else pools
-                calls = [implementation.prepare(pool, k) for pool in rotated]
-                exact = _exact(implementation, calls[0](), pools[0])
-                measured = [measure(device=device, mode=mode, rotate=calls, budget_s=budget_s) for mode in modes]
-            except Exception as error:  # a baseline that breaks is a finding; breaking ourselves is not
-                if implementation.ours:
-                    raise
-                yield row | {"status": "absent", "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-                continue
-            if implementation.ours and exact is False:
-                raise AssertionError(f"{implementation.name}: its ids on {num_blocks} blocks, k = {k}, are not those of a stable sort")
-            for times in measured:
-                extra = {}
-                if implementation.part != "select" and read_gb_per_s:
-                    moved = pool_bytes(num_blocks) + (8 * k if "select" in implementation.part else 0)
-                    roof_us = moved / read_gb_per_s / 1e3
-                    extra = {"bytes": moved, "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"]}
-                yield row | {"status": "measured", **times, "exact": exact, **extra}
-    gc.collect()
+        # The host sorts the same whatever k is: beside a GPU it is timed once.
+        on_host = num_blocks <= _MAX_HOST_BLOCKS and (device.type == "cpu" or fraction == fractions[0])
+        asked = [i for i in IMPLEMENTATIONS if on_host or not i.host]
+        row = {"kind": "eviction", "blocks": num_blocks, "k": int(num_blocks * fraction), "fraction": fraction}
+        yield from compare(asked, device, row, partial(measured, row["k"]))
 
 
 def _exact(implementation: Implementation, result: object, pool: Statistics) -> bool | None:
@@ -375,30 +361,17 @@ def exact_trials(trials: int, device: torch.device, *, max_blocks: int = 65_536,
 
 # -------------------------------------------------------------------------------------------- derived
 
-# quantity: prefix of the peers' names. Each is the fastest such peer's p50 over the fused op's: above 1, ours is faster.
 _RATIOS = {
-    "vs_numpy": ("NumPy", "cpu"),
-    "vs_eager": ("torch eager", None),
-    "vs_compile": ("torch.compile", None),
-    "vs_topk_alone": ("torch.topk alone", None),
-    "vs_stable_sort_alone": ("torch stable sort alone", None),
-    "vs_flashinfer_alone": ("FlashInfer top-k alone", None),
-    "fused_vs_separate": ("pagedkv, separate", None),
+    "vs_numpy": ("NumPy", {"mode": "cpu"}),
+    "vs_eager": ("torch eager", {}),
+    "vs_compile": ("torch.compile", {}),
+    "vs_topk_alone": ("torch.topk alone", {}),
+    "vs_stable_sort_alone": ("torch stable sort alone", {}),
+    "vs_flashinfer_alone": ("FlashInfer top-k alone", {}),
+    "fused_vs_separate": ("pagedkv, separate", {}),
 }
 
 
 def derived_rows(rows: list[dict]) -> Iterator[dict]:
     """Ratios within one run, from its rows: `kind` "derived", `blocks`, `fraction`, `mode`, `quantity`, `value`, `peer`."""
-    measured = [r for r in rows if r.get("kind") == "eviction" and r["status"] == "measured"]
-    for ours in measured:
-        if ours["implementation"] != "pagedkv, fused":
-            continue
-        for quantity, (prefix, mode) in _RATIOS.items():
-            row = {"kind": "derived", "blocks": ours["blocks"], "fraction": ours["fraction"], "mode": ours["mode"], "quantity": quantity}
-            peers = [r for r in measured if r["implementation"].startswith(prefix) and r["mode"] == (mode or ours["mode"])
-                     and (r["blocks"], r["fraction"]) == (ours["blocks"], ours["fraction"])]  # fmt: skip
-            if peers:
-                best = min(peers, key=lambda r: r["p50_us"])
-                yield row | {"status": "measured", "value": best["p50_us"] / ours["p50_us"], "peer": best["implementation"]}
-            else:
-                yield row | {"status": "absent", "reason": "no such peer ran, see its row"}
+    return ratios([r for r in rows if r.get("kind") == "eviction"], "pagedkv, fused", ("blocks", "fraction", "mode"), _RATIOS)

@@ -19,6 +19,7 @@ from torch import Tensor
 import pagedkv
 from pagedkv.bench.attention import expected
 from pagedkv.bench.bandwidth import gather_roof
+from pagedkv.bench.comparison import rel_error
 from pagedkv.bench.inputs import PagedInputs, Shape, shape
 from pagedkv.evidence import hardware
 from pagedkv.evidence.timing import measure
@@ -196,14 +197,14 @@ class Climb:
             us, limit = predicted_us(rung, s, self.roof_us, self.sms, clock_ghz(self.inputs.device))
             row |= {"name": rung.name, "splits": rung.num_splits(s, self.sms), "predicted_us": us, "predicted_limit": limit}
             calls = rung_calls(rung, self.inputs)
-        rel_error = float((calls[0]()[: len(self._want)].float() - self._want).norm() / self._want.norm())
-        if not rel_error <= _MAX_REL_ERROR:
-            raise AssertionError(f"rung {number} on {name}: relative error {rel_error:.3g} against float32")
+        error = rel_error(calls[0]()[: len(self._want)], self._want)
+        if not error <= _MAX_REL_ERROR:
+            raise AssertionError(f"rung {number} on {name}: relative error {error:.3g} against float32")
         times = measure(device=self.inputs.device, mode="graph", rotate=calls, budget_s=_BUDGET_S)
         us, moved = times["p50_us"], s.kv_bytes("int8_block_head")
         self._times[number] = us
         below = self._times.get(number - 1)
-        return row | {**times, "bytes": moved, "gb_per_s": moved / us / 1e3, "roof_fraction": self.roof_us / us, "rel_error": rel_error,
+        return row | {**times, "bytes": moved, "gb_per_s": moved / us / 1e3, "roof_fraction": self.roof_us / us, "rel_error": error,
                       "step": below / us if below else None}  # fmt: skip
 
     def height(self) -> dict:
