@@ -21,6 +21,8 @@ DATA ?= build
 
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+LAB_READY = $(VENV)/.ready-lab
+INSTALL = -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 SNAKEMAKE = $(BIN)/snakemake --cores $(CORES)
 
 VLLM_BIN = $(DATA)/vllm/bin
@@ -47,7 +49,7 @@ test-vllm: $(READY) $(VLLM_READY) ## the vLLM backend in real engines
 	$(VLLM_BIN)/python -m pagedkv.models --safetensors --out $(DATA)/engine --assets $(DATA)/downloads
 	PAGEDKV_TEST_DATA=$(DATA) $(VLLM_BIN)/python -m pytest tests/test_vllm_engine.py
 
-lab: $(READY) ## the notebooks in JupyterLab
+lab: $(LAB_READY) ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=. $(LAB_FLAGS) notebooks
 
 clean: ## remove what the pipeline built; results/ and figures/ stay
@@ -67,13 +69,17 @@ $(READY): pyproject.toml
 	  { echo "error: this Python has no venv module: apt-get install python3-venv" >&2; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || echo "note: no C++ compiler: the ops will run in plain PyTorch (apt-get install g++)" >&2
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[evidence,model,peers,test]'
+	$(BIN)/python $(INSTALL) -e '.[evidence,model,peers,test]'
 	@touch $(READY)
+
+$(LAB_READY): $(READY)
+	$(BIN)/python $(INSTALL) -e '.[lab]'
+	@touch $(LAB_READY)
 
 # vLLM's own torch is the CPU's. What it brings for images and sound does not fit that torch, and nothing here needs it.
 $(VLLM_READY): pyproject.toml
 	"$(PYTHON)" -m venv --clear $(DATA)/vllm
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '$(VLLM)' gguf accelerate pytest hypothesis 'setuptools>=77'
+	$(VLLM_BIN)/python $(INSTALL) '$(VLLM)' gguf accelerate pytest hypothesis 'setuptools>=77'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	$(VLLM_BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch '$(VLLM_READY)'

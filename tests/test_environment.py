@@ -17,7 +17,7 @@ CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 # What an environment needs besides, and the index does not carry.
 CONDA_ONLY = {"python", "pip", "cxx-compiler"}
 # A library's own user does not need the pipeline; whoever builds the environment does.
-EXTRAS = ("evidence", "model", "peers", "test")
+EXTRAS = ("evidence", "lab", "model", "peers", "test")
 
 
 def _project() -> dict:

@@ -233,7 +233,7 @@ _CHECKS: tuple[Callable[[], Piece], ...] = (
     _package("snakemake", "the pipeline; notebooks still run by hand", _SETUP),
     _package("papermill", "the pipeline; notebooks still run by hand", _SETUP),
     _package("matplotlib", "figures, and so every notebook", _SETUP),
-    _package("jupyterlab", "make lab", _SETUP),
+    _package("jupyterlab", "the notebooks in JupyterLab", "make lab  (it sets it up)"),
     _package("transformers", "a real model's KV cache", f"{sys.executable} -m pip install -e '.[model]'"),
     _package("gguf", "reading the default model's file", f"{sys.executable} -m pip install -e '.[model]'"),
     _model,
