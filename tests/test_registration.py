@@ -23,9 +23,11 @@ def examples(op: str, device) -> list[tuple[tuple, dict]]:
     """Several calls of each op: granularities, options, layouts, empty results."""
     if op in ("quant_paged_attention", "paged_attention"):
         caches = ("block_head", "token_head") if op == "quant_paged_attention" else ("float16", "float32")
-        cases = [decode(device, cache=caches[0]), decode(device, cache=caches[1], layout="sliced", window=9, cap=5.0, sinks=True)]
-        flags = ({"return_lse": True, "return_block_mass": True}, {"return_lse": True}, {"rotated": True}, {})
-        return [(case.arguments, {**case.options, **flag}) for case in cases for flag in flags]
+        plain = decode(device, cache=caches[0])
+        loaded = decode(device, cache=caches[1], layout="sliced", window=9, cap=5.0, sinks=True)
+        with_flags = [(plain, {}), (plain, {"return_lse": True}), (loaded, {"rotated": True})]
+        with_flags.append((loaded, {"return_lse": True, "return_block_mass": True}))
+        return [(case.arguments, {**case.options, **flags}) for case, flags in with_flags]
     if op in ("quantize_kv", "dequantize_kv"):
         kv = torch.randn(3, 5, 2, 24, device=device)
         encoded = [(kv, granularity) for granularity in ("block_head", "token_head")]
