@@ -14,7 +14,8 @@ rule model:
         folder=f"{ROOT}/model",
         tokens=min(256, config["tokens"]) if QUICK else config["tokens"],
         named=[f"--{option}={config[option]}" for option in ("model", "text") if config[option]],
-    threads: 2
+    priority: 1 # five experiments wait for it, and it waits for the network
+    threads: 1 if QUICK else 2
     resources:
         mem_mb=4000,
         runtime=30,
