@@ -106,7 +106,7 @@ def continuation(model, ids: Tensor, presses: dict, count: int = WINDOWS, say: C
     parts = []
     for batch in windows(ids, count, CONTEXT + SCORED + 1).to(model.device).split(TOGETHER):
         cache = prompted(model, batch[:, :CONTEXT], variants, presses)
-        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(flat)))
+        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(flat), say))
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
     scores = Scores.join(parts)
     streamed = {v.fraction: scores.nll[i].mean(1) for i, v in enumerate(flat) if (v.policy, v.cache) == (STREAMING, "float32")}

@@ -16,6 +16,7 @@ from pagedkv.kv_dump import ModelError
 from pagedkv.quant_spec import KVQuantSpec
 
 RESAMPLES = 2000
+PROGRESS = 8  # steps between two lines
 
 
 class Member(Protocol):
@@ -130,17 +131,19 @@ class Scores:
 
 
 @torch.inference_mode()
-def teacher_forced(model, cache: Cache, following: Tensor, variants: int) -> Scores:
+def teacher_forced(model, cache: Cache, following: Tensor, variants: int, say: Callable[[str], None]) -> Scores:
     """Feed the text one token a step, to every variant at once, and score what each expects next.
 
     Args:
         cache: holds the prompt; its batch is `variants` times the windows, variant by variant.
         following: int64 `[windows, tokens + 1]`, what comes after the prompts; the first is fed and not scored.
+        say: told how far it is.
     """
-    steps = [
-        compare(model(token.repeat(variants, 1), past_key_values=cache).logits[:, -1], target, variants)
-        for token, target in zip(following[:, :-1].split(1, 1), following[:, 1:].unbind(1), strict=True)
-    ]
+    steps = []
+    for token, target in zip(following[:, :-1].split(1, 1), following[:, 1:].unbind(1), strict=True):
+        steps.append(compare(model(token.repeat(variants, 1), past_key_values=cache).logits[:, -1], target, variants))
+        if len(steps) % PROGRESS == 0:
+            say(f"    {len(steps)} of {following.shape[1] - 1} tokens")
     return Scores(*(torch.stack(values, 2) for values in zip(*steps, strict=True)))
 
 

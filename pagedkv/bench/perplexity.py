@@ -52,7 +52,7 @@ def measure(model, ids: Tensor, count: int = WINDOWS, say: Callable[[str], None]
         cache = Ensemble(model, members)
         with torch.inference_mode():
             model(batch[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
-        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(specs)))
+        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(specs), say))
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
     for row, (name, spec) in zip(summaries(Scores.join(parts), list(specs)), specs.items(), strict=True):
         yield {"context": CONTEXT, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}
