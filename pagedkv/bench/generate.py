@@ -108,12 +108,13 @@ def speed(
 ) -> Iterator[dict]:
     """Rows of decode speed, one sequence, after a prompt of `context` tokens: stock and paged caches take turns at every step, so that what
     slows the machine slows each of them. The last row has the ratio, with the interval of a bootstrap over steps."""
-    caches = {"stock": DynamicCache(), **{spec: PagedCache(model, spec) for spec in ("unquantised", "block_head")}}
+    stock, paged = DynamicCache(), {spec: PagedCache(model, spec) for spec in ("unquantised", "block_head")}
+    caches = {"stock": stock, **paged}
     seconds: dict[str, list[float]] = {name: [] for name in caches}
-    token = {}
-    for name, cache in caches.items():
-        model.set_attn_implementation("sdpa" if name == "stock" else "pagedkv")
-        token[name] = model(ids[None, :context].to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    for cache in (Ensemble(model, list(paged.values())), stock):
+        model.set_attn_implementation("sdpa" if cache is stock else "pagedkv")
+        following = model(ids[None, :context].to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = dict.fromkeys(caches, following)
     for step in range(steps + 4):
         for name, cache in caches.items():
             model.set_attn_implementation("sdpa" if name == "stock" else "pagedkv")
