@@ -44,6 +44,18 @@ def a_figure(xlabel="shape", ylabel="time (us)"):
 # ------------------------------------------------------------------------------------- experiment
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_is_not_timed_uses_every_core_but_in_a_quick_run(root, quick):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        experiment = Experiment("attention", notebook=NOTEBOOK, device="cpu", quick=quick)
+        experiment.use_every_core()
+        assert torch.get_num_threads() == (1 if quick else hardware.describe("cpu")["threads"])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_run_by_a_rule_becomes_a_valid_record(root, capsys):
     experiment = Experiment(
         "attention", notebook=NOTEBOOK, device="cpu", quick=True, record="build/a.json", figures="build/figs",

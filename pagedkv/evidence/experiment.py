@@ -79,6 +79,14 @@ class Experiment:
 
         return pagedkv.backend(self.device)
 
+    def use_every_core(self) -> None:
+        """Nothing here is timed: from now on torch may use the whole machine, where `--cores 1` gives timings one thread.
+
+        A quick run stays within what it was given, since others run beside it.
+        """
+        if not self.quick:
+            torch.set_num_threads(hardware.describe("cpu")["threads"])
+
     def row(self, **fields) -> dict:
         """Add one measured row and print it. Raises `ValueError` for a NaN or an infinity: None says there is no number."""
         row = records.plain(fields, f"row {len(self.rows)}")

@@ -4,14 +4,14 @@
 
 
 def threads_of(wildcards):
-    """A measurement takes all the cores of a local run, so that nothing runs beside it; a quick run's numbers are no measurement."""
+    """A timing, or what uses every core, takes all those of a local run, so that nothing runs beside it. A quick run does neither."""
     entry = EXPERIMENTS[wildcards.experiment]
     if entry.get("exclusive") and not QUICK:
         try:
             return workflow.cores
         except WorkflowError:
             pass  # a cluster: no cores of its own, and slurm_extra keeps others off the node
-    return 1 if QUICK else entry.get("threads", 1)
+    return 1
 
 
 def obtained(experiment, device):
