@@ -239,6 +239,15 @@ def test_an_unmet_goal_is_listed_last_with_its_distance_and_is_no_failure(root, 
     assert last.split() == ["attention.cpu-test.8x512.vs_peer", "3.00", "times,", "goal", "at", "least", "4:", "25.0", "%", "short"]
 
 
+def test_what_was_tried_for_a_goal_follows_it_and_is_not_said_once_it_is_met(root, capsys):
+    project.edit_claims(root, lambda claims: claims[1].update(tried="Two warps instead of one."))
+    status(root)
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "Two warps instead of one."
+    project.edit_claims(root, lambda claims: claims[1].update(goal={"min": 3}))
+    status(root)
+    assert "Two warps" not in capsys.readouterr().out
+
+
 def test_a_met_goal_is_not_listed(root, capsys):
     project.edit_claims(root, lambda claims: claims[1].update(goal={"min": 3}))
     status(root)

@@ -133,3 +133,7 @@ def test_published_figures_are_never_called_measured():
     for claim in CLAIMS:
         published = claim.get("evidence", {}).get("file", "").startswith("results/published/")
         assert published == (claim["kind"] == "published") == claim["id"].startswith("published."), claim["id"]
+
+
+def test_a_goal_that_is_missed_says_what_was_tried(checkout):
+    assert [f.id for f in findings(checkout).values() if f.goal_met is False and not f.tried] == []

@@ -13,6 +13,7 @@ A list of claims (schema: workflow/schemas/claim.json):
         field: p50_us                   # `over: {where, field, reduce}` divides by another value of the same file
       expect: {max: 70}                 # what is claimed: min, max, equals
       goal: {max: 66}                   # optional: what is aimed at
+      tried: ...                        # optional: where it is missed, what was tried and what limits it
     - id: ...
       pending: not measured yet         # instead of evidence
 """
@@ -56,6 +57,7 @@ class Claim:
     evidence: Mapping | None = None
     expect: Mapping | None = None
     goal: Mapping | None = None
+    tried: str | None = None
     pending: str | None = None
     problem: str | None = None
 

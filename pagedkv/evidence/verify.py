@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ class Finding:
     expect: dict | None = None
     goal: dict | None = None
     goal_met: bool | None = None
+    tried: str | None = None
     rule: str | None = None
     evidence: dict | None = None
     format: str | None = None
@@ -58,7 +60,7 @@ class Verifier:
     def claim(self, claim: ledger.Claim) -> Finding:
         status, reason, value = self._judge(claim)
         goal_met = ledger.meets(value, claim.goal) if claim.goal and value is not None else None
-        same = {name: getattr(claim, name) for name in ("id", "unit", "expect", "goal", "rule", "evidence", "format")}
+        same = {name: getattr(claim, name) for name in ("id", "unit", "expect", "goal", "tried", "rule", "evidence", "format")}
         return Finding(status=status, reason=reason, value=value, goal_met=goal_met, is_claim=True, **same)
 
     def text_of(self, claim_id: str) -> str:
@@ -180,7 +182,7 @@ def as_json(findings: list[Finding]) -> str:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """A line a finding, the counts, and last the goals that are not met, with their distance."""
+    """A line a finding, the counts, and last the goals that are not met: their distance, what was tried and what limits them."""
     width = max((len(f.id) for f in findings), default=0)
     lines = [f"{f.status:<9}  {f.id:<{width}}  {_details(f)}".rstrip() for f in findings]
     counts = Counter(f.status for f in findings)
@@ -191,7 +193,9 @@ def as_text(findings: list[Finding]) -> str:
     unmet = [f for f in findings if f.goal_met is False]
     if unmet:
         lines += ["", "Goals not met:"]
-        lines += [f"  {f.id:<{width}}  {_amount(f)}, goal {ledger.bounds_text(f.goal)}: {ledger.distance(f.value, f.goal)}" for f in unmet]
+    for f in unmet:
+        lines.append(f"  {f.id:<{width}}  {_amount(f)}, goal {ledger.bounds_text(f.goal)}: {ledger.distance(f.value, f.goal)}")
+        lines += textwrap.wrap(f.tried or "", 130, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
