@@ -66,6 +66,7 @@ def execute(notebook: str, executed: str, parameters: dict, label: str) -> None:
         language="python",
         kernel_manager_class=ThisInterpreter,
         shutdown_kernel="immediate",  # nothing is left to save, and an interrupt would print an error
+        iopub_timeout=300,  # a busy machine takes longer than the default, 4 seconds, to hand over what a cell printed at its end
         progress_bar=False,
         stdout_file=Progress(sys.stdout, label),
         stderr_file=Progress(sys.stderr, label),
