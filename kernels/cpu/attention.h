@@ -1,19 +1,19 @@
 // Paged decode attention on the CPU, whatever the cache holds.
 //
-// An item of work is (sequence, split, part of the KV heads). It walks its tokens in tiles of 64, and for each
-// tile takes the KV heads in turn: a block of the pool holds its heads side by side, so memory is read in
-// order. What touches K and V is the tile kernel's (tile_float.h, tile_vnni.h); softmax, masks, block mass
-// and merging are here, once.
+// An item of work is (sequence, split, part of the KV heads). It walks its tokens in tiles of 64: first all K of a
+// tile, then the softmax, then all V, while V, and the next tile's K, are fetched. A block of the pool holds its
+// heads side by side, so memory is read in order where a tile kernel takes all heads of a token in turn. What touches K
+// and V is the tile kernel's (tile_float.h, tile_int16.h, tile_vnni.h); softmax, masks, block mass and merging are here, once.
 //
 // A tile kernel offers:
 //   Cache                       the cache's element type
 //   kQuantised                  whether the cache comes with scales
 //   Kernel(params)              allocates what an item needs
-//   load_query(seq, begin, end) reads the query heads [begin, end)
-//   logits(tile, kv, out, ahead)
-//                               out[i][t] = q[i] . k[t] for the query heads i of a KV head, K's scale left out
-//   accumulate(tile, kv, weights, factors, acc, stride, ahead)
-//                               acc[i] = acc[i] * factors[i] + sum over t of weights[i][t] * v[t], V's scale left out
+//   load_query(seq, kv_begin, kv_end)
+//                               reads the query heads of these KV heads: heads of the item, counted from 0 below
+//   logits(tile, out, ahead)    out[h][t] = q[h] . k[t], K's scale left out
+//   accumulate(tile, weights, factors, acc, stride, ahead)
+//                               acc[h] = acc[h] * factors[h] + sum over t of weights[h][t] * v[t], V's scale left out
 //   finish(acc)                 puts a row of acc into the order of the head dimension
 // Both products call ahead.fetch from their inner loops.
 #pragma once
@@ -53,8 +53,8 @@ class AttentionItem {
         partial_(partial),
         kernel_(p),
         group_(p.num_heads / p.num_kv_heads),
-        weights_(group_),
-        factors_(group_) {}
+        weights_(p.num_heads),
+        factors_(p.num_heads) {}
 
   void run(int64_t seq, int64_t split, int64_t head_part) {
     const SequenceRange& range = plan_.sequences[seq];
@@ -64,7 +64,7 @@ class AttentionItem {
     const int64_t kv_end = p_.num_kv_heads * (head_part + 1) / plan_.head_parts;
     const int64_t slot = range.first_slot + split - range.first_split;
 
-    kernel_.load_query(seq, kv_begin * group_, kv_end * group_);
+    kernel_.load_query(seq, kv_begin, kv_end);
     for (int64_t h = kv_begin * group_; h < kv_end * group_; ++h) {
       std::fill_n(partial_.acc_row(slot, h), partial_.acc_stride, 0.0f);
       partial_.state(slot, h) = SoftmaxState{};
@@ -74,11 +74,16 @@ class AttentionItem {
       }
     }
 
+    const Plane keys{p_.k_cache, p_.k_stride_head, p_.head_dim, sizeof(Cache), kv_begin, kv_end};
+    const Plane values{p_.v_cache, p_.v_stride_head, p_.head_dim, sizeof(Cache), kv_begin, kv_end};
+    float* acc = partial_.acc_row(slot, kv_begin * group_);
     Tile tiles[2], *tile = &tiles[0], *next = &tiles[1];
     for (tile->locate(p_, seq, begin, end); tile->count > 0; std::swap(tile, next)) {
       next->locate(p_, seq, tile->first + tile->count, end);
-      Prefetcher<Cache> ahead(p_, *next, kv_begin, kv_end);
-      for (int64_t kv = kv_begin; kv < kv_end; ++kv) attend(*tile, seq, slot, kv, begin, ahead);
+      Prefetcher ahead_v(values, tile->v_row, tile->count), ahead_k(keys, next->k_row, next->count);
+      kernel_.logits(*tile, weights_[0].of_token, ahead_v);
+      for (int64_t kv = kv_begin; kv < kv_end; ++kv) weigh(*tile, seq, slot, kv, (kv - kv_begin) * group_, begin);
+      kernel_.accumulate(*tile, weights_[0].of_token, factors_.data(), acc, partial_.acc_stride, ahead_k);
     }
     for (int64_t h = kv_begin * group_; h < kv_end * group_; ++h) kernel_.finish(partial_.acc_row(slot, h));
   }
@@ -88,23 +93,22 @@ class AttentionItem {
     float of_token[kTile];
   };
 
-  void attend(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t split_begin, Prefetcher<Cache>& ahead) {
+  // Turns the logits of a KV head's query heads, the item's from `first` on, into what to multiply V by.
+  void weigh(const Tile& tile, int64_t seq, int64_t slot, int64_t kv, int64_t first, int64_t split_begin) {
     alignas(64) float k_scale[kTile], v_scale[kTile];
     if constexpr (Kernel::kQuantised) {
       tile.load_scales(p_.k_scale + kv * p_.k_scale_stride_head, p_.k_scale_stride_block, p_.k_scale_stride_token, k_scale);
       tile.load_scales(p_.v_scale + kv * p_.v_scale_stride_head, p_.v_scale_stride_block, p_.v_scale_stride_token, v_scale);
     }
-    const int64_t first = kv * group_;
-    kernel_.logits(tile, kv, weights_[0].of_token, ahead);
     for (int64_t i = 0; i < group_; ++i) {
-      float* row = weights_[i].of_token;
-      factors_[i] = online_softmax(p_, tile, Kernel::kQuantised ? k_scale : nullptr, row, partial_.state(slot, first + i));
-      if (partial_.block_sums) add_block_sums(p_, tile, split_begin, row, factors_[i], partial_.block_row(seq, first + i));
+      const int64_t h = kv * group_ + i;
+      float *row = weights_[first + i].of_token, &factor = factors_[first + i];
+      factor = online_softmax(p_, tile, Kernel::kQuantised ? k_scale : nullptr, row, partial_.state(slot, h));
+      if (partial_.block_sums) add_block_sums(p_, tile, split_begin, row, factor, partial_.block_row(seq, h));
       if constexpr (Kernel::kQuantised) {
         for (int t = 0; t < tile.padded(); ++t) row[t] *= v_scale[t];
       }
     }
-    kernel_.accumulate(tile, kv, weights_[0].of_token, factors_.data(), partial_.acc_row(slot, first), partial_.acc_stride, ahead);
   }
 
   const AttentionParams& p_;
@@ -112,8 +116,8 @@ class AttentionItem {
   const PartialResults& partial_;
   Kernel kernel_;
   int64_t group_;               // query heads of a KV head
-  std::vector<Row> weights_;    // [group]: logits, then softmax weights
-  std::vector<float> factors_;  // [group]
+  std::vector<Row> weights_;    // [heads]: logits, then softmax weights
+  std::vector<float> factors_;  // [heads]
 };
 
 // Merges a head's splits into its output, and turns each split's m into the factor that makes its block sums a

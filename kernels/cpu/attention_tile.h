@@ -3,13 +3,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "../ops.h"
 
 namespace pagedkv {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kTile = 64;  // tokens handled at a time: K and V of all heads (128 KB at 8 heads of 128) fit L2 twice
+constexpr int kTile = 64;  // tokens handled at a time: K and V of all heads, 128 KB at 8 heads of 128, fit L2
 constexpr int kPad = 32;   // tiles are padded to whole vectors of tokens, two of 16 in tile_vnni.h
 
 // Up to 64 consecutive tokens of a sequence: where their rows lie, as offsets for head 0, and the runs of tokens that
@@ -55,47 +56,63 @@ struct Tile {
   }
 };
 
-// Asks for the K and V of a tile ahead of time, cache line by cache line in memory order, while the tile before it
-// is worked on. Kernels call `fetch` from their inner loops: a burst would fill the core's miss buffers and stall it.
-template <class Cache>
+// Calls f(first, how many) over the query heads of a GQA group, up to four at a time, the number as a type.
+template <class F>
+void for_heads(int64_t group, const F& f) {
+  for (int64_t first = 0; first < group; first += 4) {
+    switch (group - first) {
+      case 1: f(first, std::integral_constant<int, 1>{}); break;
+      case 2: f(first, std::integral_constant<int, 2>{}); break;
+      case 3: f(first, std::integral_constant<int, 3>{}); break;
+      default: f(first, std::integral_constant<int, 4>{}); break;
+    }
+  }
+}
+
+// A cache's K or V, of some KV heads.
+struct Plane {
+  const void* cache;
+  int64_t stride_head, head_dim, element_size;
+  int64_t kv_begin, kv_end;
+};
+
+// Asks for rows of a plane ahead of time, cache line by cache line in memory order, while other rows are worked on.
+// Kernels call `fetch` from their inner loops: a burst would fill the core's miss buffers and stall it.
 class Prefetcher {
  public:
-  Prefetcher(const AttentionParams& p, const Tile& tile, int64_t kv_begin, int64_t kv_end) : p_(p), tile_(tile), kv_begin_(kv_begin) {
-    // Heads that lie side by side make one segment.
-    const bool dense = p.k_stride_head == p.head_dim && p.v_stride_head == p.head_dim;
-    segments_ = dense ? 1 : kv_end - kv_begin;
-    segment_bytes_ = (kv_end - kv_begin) / segments_ * p.head_dim * static_cast<int64_t>(sizeof(Cache));
+  Prefetcher(const Plane& plane, const int64_t* rows, int count)
+      : first_(static_cast<const char*>(plane.cache) + plane.kv_begin * plane.stride_head * plane.element_size),
+        row_(rows),
+        end_(rows + count),
+        element_size_(plane.element_size),
+        segment_stride_(plane.stride_head * plane.element_size),
+        // Heads that lie side by side make one segment.
+        segments_(plane.stride_head == plane.head_dim ? 1 : plane.kv_end - plane.kv_begin),
+        segment_bytes_((plane.kv_end - plane.kv_begin) / segments_ * plane.head_dim * plane.element_size) {
     start_segment();
   }
 
-  void fetch(int lines) {
+  void fetch(int64_t lines) {
     for (; lines > 0 && next_ < stop_; --lines) {
       __builtin_prefetch(next_, 0, 2);  // into L2: L1 has no room for a tile of all heads
       next_ += 64;
-      if (next_ >= stop_) advance();
+      if (next_ >= stop_) {
+        if (++segment_ == segments_) segment_ = 0, ++row_;
+        start_segment();
+      }
     }
   }
 
  private:
-  // In the order of memory where K and V are planes of their own: all heads of a token's K, then of its V.
-  void advance() {
-    if (++segment_ == segments_) segment_ = 0, is_value_ = !is_value_, token_ += !is_value_;
-    start_segment();
-  }
-
   void start_segment() {
-    if (token_ == tile_.count) return;
-    const Cache* row = is_value_ ? static_cast<const Cache*>(p_.v_cache) + tile_.v_row[token_] + (kv_begin_ + segment_) * p_.v_stride_head
-                                 : static_cast<const Cache*>(p_.k_cache) + tile_.k_row[token_] + (kv_begin_ + segment_) * p_.k_stride_head;
-    next_ = reinterpret_cast<const char*>(row);
+    if (row_ == end_) return;
+    next_ = first_ + *row_ * element_size_ + segment_ * segment_stride_;
     stop_ = next_ + segment_bytes_;
   }
 
-  const AttentionParams& p_;
-  const Tile& tile_;
-  int64_t kv_begin_, segments_, segment_bytes_, segment_ = 0;
-  bool is_value_ = false;
-  int token_ = 0;
+  const char* first_;
+  const int64_t *row_, *end_;
+  int64_t element_size_, segment_stride_, segments_, segment_bytes_, segment_ = 0;
   const char *next_ = nullptr, *stop_ = nullptr;
 };
 

@@ -62,7 +62,12 @@ inline void add_block_sums(const AttentionParams& p, const Tile& tile, int64_t s
     for (int64_t b = split_begin / p.block_size; b <= block; ++b) sums[b] *= factor;
   }
   for (int r = 0; r < tile.num_runs; ++r, ++block) {
-    for (int t = tile.runs[r].begin; t < tile.runs[r].end; ++t) sums[block] += weights[t];
+    int t = tile.runs[r].begin;
+    simd::Floats lanes = simd::broadcast(0.0f);
+    for (; t + simd::kLanes <= tile.runs[r].end; t += simd::kLanes) lanes = lanes + simd::load(weights + t);
+    float sum = simd::sum(lanes);
+    for (; t < tile.runs[r].end; ++t) sum += weights[t];
+    sums[block] += sum;
   }
 }
 

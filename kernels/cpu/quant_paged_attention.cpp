@@ -4,6 +4,9 @@
 #include "tile_vnni.h"
 #else
 #include "tile_float.h"
+#if defined(PAGEDKV_AVX2)
+#include "tile_int16.h"
+#endif
 #endif
 
 namespace pagedkv {
@@ -12,7 +15,9 @@ size_t quant_paged_attention_workspace(const AttentionParams&) { return 0; }  //
 
 void quant_paged_attention(const AttentionParams& p, void*, void*) {
 #if defined(PAGEDKV_VNNI)
-  two_digits_serve(p) ? attention<VnniTile<2>>(p) : attention<VnniTile<4>>(p);
+  sixteen_bits_serve(p) ? attention<VnniTile<2>>(p) : attention<VnniTile<4>>(p);
+#elif defined(PAGEDKV_AVX2)
+  sixteen_bits_serve(p) ? attention<Int16Tile>(p) : attention<FloatTile<int8_t>>(p);
 #else
   attention<FloatTile<int8_t>>(p);
 #endif

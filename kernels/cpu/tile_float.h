@@ -17,50 +17,43 @@ class FloatTile {
 
   explicit FloatTile(const AttentionParams& p) : p_(p), group_(p.num_heads / p.num_kv_heads), query_(p.num_heads * p.head_dim) {}
 
-  void load_query(int64_t seq, int64_t begin, int64_t end) {
-    for (int64_t h = begin; h < end; ++h) load_query_row(p_, seq, h, query_.data() + h * p_.head_dim);
+  void load_query(int64_t seq, int64_t kv_begin, int64_t kv_end) {
+    kv_begin_ = kv_begin, kv_end_ = kv_end;
+    float* row = query_.data();
+    for (int64_t h = kv_begin * group_; h < kv_end * group_; ++h, row += p_.head_dim) load_query_row(p_, seq, h, row);
   }
 
-  void logits(const Tile& tile, int64_t kv, float* out, Prefetcher<Cache>& ahead) const {
-    const Cache* k = static_cast<const Cache*>(p_.k_cache) + kv * p_.k_stride_head;
-    for_heads([&](int64_t first, auto n) {
-      logits_of<n.value>(tile, k, query_.data() + (kv * group_ + first) * p_.head_dim, out + first * kTile, ahead);
-    });
+  void logits(const Tile& tile, float* out, Prefetcher& ahead) const {
+    const float* q = query_.data();
+    for (int64_t kv = kv_begin_; kv < kv_end_; ++kv, q += group_ * p_.head_dim, out += group_ * kTile) {
+      const Cache* k = static_cast<const Cache*>(p_.k_cache) + kv * p_.k_stride_head;
+      for_heads(group_, [&](int64_t first, auto n) { logits_of<n.value>(tile, k, q + first * p_.head_dim, out + first * kTile, ahead); });
+    }
   }
 
-  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride,
-                  Prefetcher<Cache>&) const {
-    const Cache* v = static_cast<const Cache*>(p_.v_cache) + kv * p_.v_stride_head;
-    for_heads([&](int64_t first, auto n) {
-      const float *w = weights + first * kTile, *f = factors + first;
-      float* row = acc + first * stride;
-      int64_t d = 0;
-      for (; d + 2 * simd::kLanes <= p_.head_dim; d += 2 * simd::kLanes) accumulate_at<n.value, 2>(tile, v + d, w, f, row + d, stride);
-      if (d < p_.head_dim) accumulate_at<n.value, 1>(tile, v + d, w, f, row + d, stride);
-    });
+  void accumulate(const Tile& tile, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher& ahead) const {
+    for (int64_t kv = kv_begin_; kv < kv_end_; ++kv, weights += group_ * kTile, factors += group_, acc += group_ * stride) {
+      const Cache* v = static_cast<const Cache*>(p_.v_cache) + kv * p_.v_stride_head;
+      for_heads(group_, [&](int64_t first, auto n) {
+        const float *w = weights + first * kTile, *f = factors + first;
+        float* row = acc + first * stride;
+        int64_t d = 0;
+        for (; d + 2 * simd::kLanes <= p_.head_dim; d += 2 * simd::kLanes) {
+          accumulate_at<n.value, 2>(tile, v + d, w, f, row + d, stride, ahead);
+        }
+        if (d < p_.head_dim) accumulate_at<n.value, 1>(tile, v + d, w, f, row + d, stride, ahead);
+      });
+    }
   }
 
   void finish(float*) const {}
 
  private:
-  // Calls f(first head, how many) over the group's heads, up to four at a time, the number as a type.
-  template <class F>
-  void for_heads(const F& f) const {
-    for (int64_t first = 0; first < group_; first += 4) {
-      switch (group_ - first) {
-        case 1: f(first, std::integral_constant<int, 1>{}); break;
-        case 2: f(first, std::integral_constant<int, 2>{}); break;
-        case 3: f(first, std::integral_constant<int, 3>{}); break;
-        default: f(first, std::integral_constant<int, 4>{}); break;
-      }
-    }
-  }
-
   // Two chains a dot product, of even and odd vectors: shorter chains round less.
   template <int N>
-  void logits_of(const Tile& tile, const Cache* k, const float* q, float* out, Prefetcher<Cache>& ahead) const {
+  void logits_of(const Tile& tile, const Cache* k, const float* q, float* out, Prefetcher& ahead) const {
     using namespace simd;
-    const int64_t lines = (2 * p_.head_dim * sizeof(Cache) + 63) / 64;  // of one token's K and V
+    const int64_t lines = (p_.head_dim * sizeof(Cache) + 63) / 64;  // of a token
     for (int t = 0; t < tile.padded(); t += kLanes) {
       Floats dots[N][kLanes];
       for (int i = 0; i < kLanes; ++i) {
@@ -88,13 +81,16 @@ class FloatTile {
 
   // A column of 8 * Vectors dimensions. Only tokens that exist: a weight of 0 would not silence a NaN.
   template <int N, int Vectors>
-  static void accumulate_at(const Tile& tile, const Cache* v, const float* weights, const float* factors, float* acc, int64_t stride) {
+  static void accumulate_at(const Tile& tile, const Cache* v, const float* weights, const float* factors, float* acc, int64_t stride,
+                            Prefetcher& ahead) {
     using namespace simd;
+    constexpr int kTokensPerLine = 64 / (Vectors * kLanes * sizeof(Cache));
     Floats sum[N][Vectors];
     for (int h = 0; h < N; ++h) {
       for (int j = 0; j < Vectors; ++j) sum[h][j] = load(acc + h * stride + j * kLanes) * broadcast(factors[h]);
     }
     for (int t = 0; t < tile.count; ++t) {
+      if (t % kTokensPerLine == 0) ahead.fetch(1);
       Floats value[Vectors];
       for (int j = 0; j < Vectors; ++j) value[j] = load(v + tile.v_row[t] + j * kLanes);
       for (int h = 0; h < N; ++h) {
@@ -108,8 +104,9 @@ class FloatTile {
   }
 
   const AttentionParams& p_;
-  int64_t group_;             // query heads of a KV head
-  std::vector<float> query_;  // [num_heads, head_dim]
+  int64_t group_;  // query heads of a KV head
+  int64_t kv_begin_ = 0, kv_end_ = 0;
+  std::vector<float> query_;  // [heads, head_dim]
 };
 
 }  // namespace pagedkv

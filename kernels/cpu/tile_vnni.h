@@ -2,7 +2,7 @@
 // into int8 digits, so that both products are exact integer dot products of 64 multiplications an instruction.
 //
 // Digits. x = unit * (d[0] * 256^(D-1) + ... + d[D-1]) with signed bytes d and a power of two as unit. Four digits
-// (2^-31 of the largest element) for float32 q; two (2^-15) for half q whose elements are alike in size, see two_digits_serve.
+// (2^-31 of the largest element) for float32 q; two (2^-15) for half q whose elements are alike in size, see sixteen_bits_serve.
 //
 // Layout. Both products are one loop, `multiply`: lanes are tokens for q.k and dimensions for w.v, and each
 // instruction multiplies a lane's four bytes by four digits that all lanes share. So K is transposed by groups of
@@ -20,26 +20,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "tile_fixed_point.h"
 
 namespace pagedkv {
-
-// Whether two digits hold each row of q as well as its half precision does: 2^-15 of the largest element is too coarse for
-// the others where that one is an outlier, as channels of real models are.
-inline bool two_digits_serve(const AttentionParams& p) {
-  if (p.q_dtype == DType::kFloat32) return false;
-  alignas(64) float row[kMaxHeadDim] = {};
-  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    for (int64_t h = 0; h < p.num_heads; ++h) {
-      load_query_row(p, seq, h, row);
-      float peak = 0.0f;
-      for (int64_t d = 0; d < p.head_dim; ++d) peak = std::max(peak, std::fabs(row[d]));
-      int64_t small = 0;
-      for (int64_t d = 0; d < p.head_dim; ++d) small += row[d] != 0.0f && std::fabs(row[d]) * 32.0f < peak;
-      if (small * 4 > p.head_dim) return false;  // of Gaussian elements, a tenth
-    }
-  }
-  return true;
-}
 
 template <int Digits>
 class VnniTile {
@@ -49,40 +32,44 @@ class VnniTile {
 
   explicit VnniTile(const AttentionParams& p) : p_(p), group_(p.num_heads / p.num_kv_heads), query_(p.num_heads), weights_(group_) {}
 
-  void load_query(int64_t seq, int64_t begin, int64_t end) {
-    for (int64_t h = begin; h < end; ++h) {
+  void load_query(int64_t seq, int64_t kv_begin, int64_t kv_end) {
+    kv_begin_ = kv_begin, kv_end_ = kv_end;
+    for (int64_t h = 0; h < (kv_end - kv_begin) * group_; ++h) {
       alignas(64) float row[kMaxHeadDim] = {};
-      load_query_row(p_, seq, h, row);
+      load_query_row(p_, seq, kv_begin * group_ + h, row);
       query_[h].split(row, (p_.head_dim + 15) / 16 * 16);
     }
   }
 
-  void logits(const Tile& tile, int64_t kv, float* out, Prefetcher<int8_t>& ahead) const {
-    const int8_t* k = static_cast<const int8_t*>(p_.k_cache) + kv * p_.k_stride_head;
+  void logits(const Tile& tile, float* out, Prefetcher& ahead) const {
     const int64_t steps = p_.head_dim / 4;
     alignas(64) uint8_t keys[2 * 16 * kMaxHeadDim];  // the second group overwrites what the first wrote past its end
-    for (int t = 0; t < tile.padded(); t += 32) {
-      transpose_keys(tile.k_row + t, k, keys);
-      transpose_keys(tile.k_row + t + 16, k, keys + steps * 64);
-      multiply<2>(keys, steps, &query_[kv * group_], ahead, [&](int64_t head, int lanes, __m512 dot) {
-        _mm512_storeu_ps(out + head * kTile + t + lanes * 16, dot);
-      });
+    for (int64_t kv = kv_begin_; kv < kv_end_; ++kv, out += group_ * kTile) {
+      const int8_t* k = static_cast<const int8_t*>(p_.k_cache) + kv * p_.k_stride_head;
+      for (int t = 0; t < tile.padded(); t += 32) {
+        transpose_keys(tile.k_row + t, k, keys);
+        transpose_keys(tile.k_row + t + 16, k, keys + steps * 64);
+        multiply<2>(keys, steps, &query_[(kv - kv_begin_) * group_], ahead, [&](int64_t head, int lanes, __m512 dot) {
+          _mm512_storeu_ps(out + head * kTile + t + lanes * 16, dot);
+        });
+      }
     }
   }
 
-  void accumulate(const Tile& tile, int64_t kv, const float* weights, const float* factors, float* acc, int64_t stride,
-                  Prefetcher<int8_t>& ahead) {
-    const int8_t* v = static_cast<const int8_t*>(p_.v_cache) + kv * p_.v_stride_head;
-    for (int64_t i = 0; i < group_; ++i) weights_[i].split(weights + i * kTile, tile.padded());
+  void accumulate(const Tile& tile, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher& ahead) {
     const int64_t steps = (tile.count + 3) / 4;
     alignas(64) uint8_t values[kTile * 64];
-    for (int64_t d = 0; d < p_.head_dim; d += 64) {
-      transpose_values(tile.v_row, steps, v, d, values);
-      for (int pair = 0; pair < 2; ++pair) {
-        multiply<2>(values + pair * 2 * steps * 64, steps, weights_.data(), ahead, [&](int64_t head, int lanes, __m512 sum) {
-          float* row = acc + head * stride + d + (pair * 2 + lanes) * 16;
-          _mm512_storeu_ps(row, _mm512_fmadd_ps(_mm512_loadu_ps(row), _mm512_set1_ps(factors[head]), sum));
-        });
+    for (int64_t kv = kv_begin_; kv < kv_end_; ++kv, weights += group_ * kTile, factors += group_, acc += group_ * stride) {
+      const int8_t* v = static_cast<const int8_t*>(p_.v_cache) + kv * p_.v_stride_head;
+      for (int64_t i = 0; i < group_; ++i) weights_[i].split(weights + i * kTile, tile.padded());
+      for (int64_t d = 0; d < p_.head_dim; d += 64) {
+        transpose_values(tile.v_row, steps, v, d, values);
+        for (int pair = 0; pair < 2; ++pair) {
+          multiply<2>(values + pair * 2 * steps * 64, steps, weights_.data(), ahead, [&](int64_t head, int lanes, __m512 sum) {
+            float* row = acc + head * stride + d + (pair * 2 + lanes) * 16;
+            _mm512_storeu_ps(row, _mm512_fmadd_ps(_mm512_loadu_ps(row), _mm512_set1_ps(factors[head]), sum));
+          });
+        }
       }
     }
   }
@@ -111,7 +98,7 @@ class VnniTile {
       for (int64_t i = 0; i < n; i += 16) {
         max_bits = _mm512_max_epu32(max_bits, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7fffffff)));
       }
-      unit = unit_for(_mm512_reduce_max_epu32(max_bits));
+      unit = unit_for(_mm512_reduce_max_epu32(max_bits), 127.0f * (Digits == 2 ? 0x1p8f : 0x1p24f));
       const __m512 inverse = _mm512_set1_ps(1.0f / unit);
       __m512i sums[Digits];
       for (auto& sum : sums) sum = _mm512_setzero_si512();
@@ -127,26 +114,12 @@ class VnniTile {
       // Modulo 2^32, as vpdpbusd adds: the sums behind a NaN unit may be anything.
       for (int d = 0; d < Digits; ++d) start[d] = static_cast<int32_t>(-128u * static_cast<uint32_t>(_mm512_reduce_add_epi32(sums[d])));
     }
-
-    // The smallest power of two by which the largest element fits the digits; NaN if that element is not finite.
-    static float unit_for(uint32_t max_bits) {
-      if (max_bits >= 0x7f800000u) return NAN;
-      constexpr float kLargest = 127.0f * (Digits == 2 ? 0x1p8f : 0x1p24f);
-      float max_abs, unit;
-      std::memcpy(&max_abs, &max_bits, sizeof max_abs);
-      uint32_t bits;
-      const float quotient = std::max(max_abs / kLargest, 0x1p-126f);
-      std::memcpy(&bits, &quotient, sizeof bits);
-      bits = (bits + 0x7fffff) & 0xff800000u;  // up to the next power of two
-      std::memcpy(&unit, &bits, sizeof unit);
-      return unit;
-    }
   };
 
   // For each head of the group and each of `Groups` x 16 lanes: emit(head, lanes, sum over steps of a . digits, as float).
   // `a` is [Groups][steps][64 bytes], four bytes for each lane.
   template <int Groups, int N, class Emit>
-  void multiply(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher<int8_t>& ahead, const Emit& emit) const {
+  void multiply(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher& ahead, const Emit& emit) const {
     constexpr int kHeads = 8 / Digits;  // 8 digits x 2 groups of lanes: 16 of the 32 registers accumulate
     for (int64_t first = 0; first < group_; first += kHeads) {
       const auto some = [&](int64_t head, int lanes, __m512 sum) { emit(first + head, lanes, sum); };
@@ -160,7 +133,7 @@ class VnniTile {
   }
 
   template <int Heads, int Groups, int N, class Emit>
-  static void multiply_heads(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher<int8_t>& ahead, const Emit& emit) {
+  static void multiply_heads(const uint8_t* a, int64_t steps, const DigitRow<N>* rows, Prefetcher& ahead, const Emit& emit) {
     __m512i sum[Heads][Digits][Groups];
     for (int h = 0; h < Heads; ++h) {
       for (int d = 0; d < Digits; ++d) {
@@ -168,7 +141,7 @@ class VnniTile {
       }
     }
     for (int64_t s = 0; s < steps; ++s) {
-      ahead.fetch(Groups);  // over both products, the lines of one head
+      ahead.fetch(Groups);  // over a product, the lines of one head
       __m512i lanes[Groups];
       for (int g = 0; g < Groups; ++g) lanes[g] = _mm512_load_si512(a + (g * steps + s) * 64);
       for (int h = 0; h < Heads; ++h) {
@@ -239,9 +212,10 @@ class VnniTile {
   }
 
   const AttentionParams& p_;
-  int64_t group_;                          // query heads of a KV head
-  std::vector<DigitRow<kMaxHeadDim>> query_;   // [num_heads]
-  std::vector<DigitRow<kTile>> weights_;   // [group]
+  int64_t group_;  // query heads of a KV head
+  int64_t kv_begin_ = 0, kv_end_ = 0;
+  std::vector<DigitRow<kMaxHeadDim>> query_;  // [heads]
+  std::vector<DigitRow<kTile>> weights_;      // [group]
 };
 
 }  // namespace pagedkv
