@@ -93,9 +93,9 @@ class Prefetcher {
   }
 
   void fetch(int64_t lines) {
-    for (; lines > 0 && next_ < stop_; --lines) {
-      __builtin_prefetch(next_, 0, 2);  // into L2: L1 has no room for a tile of all heads
-      next_ += 64;
+    while (lines > 0 && next_ < stop_) {
+      const char* stop = std::min(stop_, next_ + lines * 64);
+      for (; next_ < stop; next_ += 64, --lines) __builtin_prefetch(next_, 0, 2);  // into L2: L1 has no room for a tile of all heads
       if (next_ >= stop_) {
         if (++segment_ == segments_) segment_ = 0, ++row_;
         start_segment();

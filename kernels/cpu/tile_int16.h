@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -46,38 +47,28 @@ class Int16Tile {
           ahead.fetch(lines);
           for_heads(group_, [&](int64_t first, auto n) {
             const int64_t h = (kv - kv_begin_) * group_ + first;
-            multiply_key<n.value>(k + kv * p_.k_stride_head, &query_[h], i, &dots_[h]);
+            _mm_store_si128(&dots_[h].of_token[i % 4][i / 4], multiply_key<n.value>(k + kv * p_.k_stride_head, &query_[h]));
           });
         }
       }
-      for (int64_t h = 0; h < num_heads(); ++h) {
-        const __m256 dot = _mm256_cvtepi32_ps(row_sums(dots_[h].of_token));
-        _mm256_store_ps(out + h * kTile + t, _mm256_mul_ps(dot, _mm256_set1_ps(query_[h].unit)));
+      for (int64_t kv = 0; kv < kv_end_ - kv_begin_; ++kv) {
+        for_heads(group_, [&](int64_t first, auto n) {
+          const int64_t h = kv * group_ + first;
+          store_dots<n.value>(dots_[h], &query_[h], out + h * kTile + t);
+        });
       }
     }
   }
 
   void accumulate(const Tile& tile, const float* weights, const float* factors, float* acc, int64_t stride, Prefetcher& ahead) {
-    for (int64_t h = 0; h < num_heads(); ++h) {
-      weights_[h].round(weights + h * kTile, tile.padded());
-      const __m256 factor = _mm256_set1_ps(factors[h]);
-      for (int64_t d = 0; d < p_.head_dim; d += 8) {
-        _mm256_store_ps(acc + h * stride + d, _mm256_mul_ps(_mm256_load_ps(acc + h * stride + d), factor));
-      }
-    }
+    for (int64_t h = 0; h < num_heads(); ++h) weights_[h].round(weights + h * kTile, tile.padded());
     for (int begin = 0; begin < tile.count; begin += kTokens) {
       const int end = std::min(begin + kTokens, tile.count);
       for (int64_t kv = kv_begin_; kv < kv_end_; ++kv) {
         const int8_t* v = static_cast<const int8_t*>(p_.v_cache) + kv * p_.v_stride_head;
         for_heads(group_, [&](int64_t first, auto n) {
           const int64_t h = (kv - kv_begin_) * group_ + first;
-          float* row = acc + h * stride;
-          int64_t d = 0;
-          for (; d + 16 <= p_.head_dim; d += 16) {
-            ahead.fetch(kTokens * 16 / 64);
-            multiply_values<n.value, 16>(tile, begin, end, v + d, &weights_[h], row + d, stride);
-          }
-          if (d < p_.head_dim) multiply_values<n.value, 8>(tile, begin, end, v + d, &weights_[h], row + d, stride);
+          multiply_values<n.value>(tile, begin, end, v, &weights_[h], factors + h, acc + h * stride, stride, ahead);
         });
       }
     }
@@ -112,8 +103,9 @@ class Int16Tile {
     }
   };
 
-  struct Dots {
-    __m256i of_token[8];
+  // Of up to four heads with eight tokens: tokens i and i + 4 side by side.
+  struct alignas(32) Dots {
+    __m128i of_token[4][2];
   };
 
   int64_t num_heads() const { return (kv_end_ - kv_begin_) * group_; }
@@ -121,11 +113,11 @@ class Int16Tile {
   static __m128i load16(const int8_t* bytes) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)); }
   static __m128i load8(const int8_t* bytes) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)); }
 
-  // dots[h].of_token[i] = q[h] . k, its lanes not added up yet.
+  // Lane h of the result is q[h] . k.
   template <int N>
-  void multiply_key(const int8_t* k, const FixedRow<kMaxHeadDim>* q, int i, Dots* dots) const {
-    __m256i sum[N];
-    for (int h = 0; h < N; ++h) sum[h] = _mm256_setzero_si256();
+  __m128i multiply_key(const int8_t* k, const FixedRow<kMaxHeadDim>* q) const {
+    __m256i sum[4];
+    for (__m256i& lanes : sum) lanes = _mm256_setzero_si256();
     const auto add = [&](int64_t d, __m128i bytes) {
       const __m256i key = _mm256_cvtepi8_epi16(bytes);
       for (int h = 0; h < N; ++h) {
@@ -136,48 +128,73 @@ class Int16Tile {
     int64_t d = 0;
     for (; d + 16 <= p_.head_dim; d += 16) add(d, load16(k + d));
     if (d < p_.head_dim) add(d, load8(k + d));
-    for (int h = 0; h < N; ++h) dots[h].of_token[i] = sum[h];
-  }
-
-  // Lane i of the result is the sum of the lanes of rows[i].
-  static __m256i row_sums(const __m256i rows[8]) {
     const auto add32 = [](__m256i a, __m256i b) { return _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); };
-    const auto add64 = [](__m256i a, __m256i b) { return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)); };
-    const __m256i a = add64(add32(rows[0], rows[1]), add32(rows[2], rows[3]));
-    const __m256i b = add64(add32(rows[4], rows[5]), add32(rows[6], rows[7]));
-    return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+    const __m256i a = add32(sum[0], sum[1]), b = add32(sum[2], sum[3]);
+    const __m256i halves = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    return _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
   }
 
-  // acc[h] += w[h] . v over tokens [begin, end), a column of 8 or 16 dimensions. An odd last token is paired with what pads the
-  // tile, whose weight is 0.
-  template <int N, int Dims>
-  static void multiply_values(const Tile& tile, int begin, int end, const int8_t* v, const FixedRow<kTile>* w, float* acc, int64_t stride) {
-    constexpr int kVectors = Dims / 8;
-    __m256i sum[N][kVectors];
+  // out[h] = unit * dots of eight tokens: a 4 x 4 transpose in each half of the registers.
+  template <int N>
+  static void store_dots(const Dots& dots, const FixedRow<kMaxHeadDim>* q, float* out) {
+    __m256i rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = _mm256_load_si256(reinterpret_cast<const __m256i*>(dots.of_token[i]));
+    const __m256i a = _mm256_unpacklo_epi32(rows[0], rows[1]), b = _mm256_unpackhi_epi32(rows[0], rows[1]);
+    const __m256i c = _mm256_unpacklo_epi32(rows[2], rows[3]), d = _mm256_unpackhi_epi32(rows[2], rows[3]);
+    const __m256i of_head[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d), _mm256_unpackhi_epi64(b, d)};
     for (int h = 0; h < N; ++h) {
-      for (int j = 0; j < kVectors; ++j) sum[h][j] = _mm256_setzero_si256();
+      _mm256_store_ps(out + h * kTile, _mm256_mul_ps(_mm256_cvtepi32_ps(of_head[h]), _mm256_set1_ps(q[h].unit)));
     }
-    for (int t = begin; t < end; t += 2) {
-      const int8_t *one = v + tile.v_row[t], *other = v + tile.v_row[t + 1];
-      __m256i pairs[kVectors];
-      if constexpr (kVectors == 2) {
-        const __m128i a = load16(one), b = load16(other);
-        pairs[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), pairs[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-      } else {
-        pairs[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(load8(one), load8(other)));
+  }
+
+  // acc[h] += w[h] . v over tokens [begin, end); before the tile's first, acc is scaled by its factor. An odd last token is paired
+  // with what pads the tile, whose weight is 0.
+  template <int N>
+  void multiply_values(const Tile& tile, int begin, int end, const int8_t* v, const FixedRow<kTile>* w, const float* factors, float* acc,
+                       int64_t stride, Prefetcher& ahead) const {
+    const int pairs = (end - begin + 1) / 2;
+    __m256i weights[N][kTokens / 2];  // of two tokens, in all lanes: broadcast in the inner loop, they would not leave enough registers
+    for (int h = 0; h < N; ++h) {
+      for (int i = 0; i < pairs; ++i) {
+        int32_t two;
+        std::memcpy(&two, w[h].x + begin + 2 * i, sizeof two);
+        weights[h][i] = _mm256_set1_epi32(two);
+      }
+    }
+    const auto column = [&](int64_t d, auto dims) {
+      constexpr int kVectors = dims.value / 8;
+      __m256i sum[N][kVectors];
+      for (int h = 0; h < N; ++h) {
+        for (int j = 0; j < kVectors; ++j) sum[h][j] = _mm256_setzero_si256();
+      }
+      for (int i = 0; i < pairs; ++i) {
+        const int8_t *one = v + tile.v_row[begin + 2 * i] + d, *other = v + tile.v_row[begin + 2 * i + 1] + d;
+        __m256i values[kVectors];
+        if constexpr (kVectors == 2) {
+          const __m128i a = load16(one), b = load16(other);
+          values[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), values[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+        } else {
+          values[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(load8(one), load8(other)));
+        }
+        for (int h = 0; h < N; ++h) {
+          for (int j = 0; j < kVectors; ++j) sum[h][j] = _mm256_add_epi32(sum[h][j], _mm256_madd_epi16(values[j], weights[h][i]));
+        }
       }
       for (int h = 0; h < N; ++h) {
-        int32_t two;
-        std::memcpy(&two, w[h].x + t, sizeof two);
-        for (int j = 0; j < kVectors; ++j) sum[h][j] = _mm256_add_epi32(sum[h][j], _mm256_madd_epi16(pairs[j], _mm256_set1_epi32(two)));
+        const __m256 unit = _mm256_set1_ps(w[h].unit), factor = _mm256_set1_ps(begin == 0 ? factors[h] : 1.0f);
+        for (int j = 0; j < kVectors; ++j) {
+          float* row = acc + h * stride + d + j * 8;
+          const __m256 added = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][j]), unit);
+          _mm256_store_ps(row, _mm256_fmadd_ps(_mm256_load_ps(row), factor, added));
+        }
       }
+    };
+    int64_t d = 0;
+    for (; d + 16 <= p_.head_dim; d += 16) {
+      ahead.fetch(kTokens * 16 / 64);
+      column(d, std::integral_constant<int, 16>{});
     }
-    for (int h = 0; h < N; ++h) {
-      for (int j = 0; j < kVectors; ++j) {
-        float* row = acc + h * stride + j * 8;
-        _mm256_store_ps(row, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[h][j]), _mm256_set1_ps(w[h].unit), _mm256_load_ps(row)));
-      }
-    }
+    if (d < p_.head_dim) column(d, std::integral_constant<int, 8>{});
   }
 
   const AttentionParams& p_;
@@ -185,7 +202,7 @@ class Int16Tile {
   int64_t kv_begin_ = 0, kv_end_ = 0;
   std::vector<FixedRow<kMaxHeadDim>> query_;  // [heads]
   std::vector<FixedRow<kTile>> weights_;      // [heads]
-  std::vector<Dots> dots_;                    // [heads]: of eight tokens
+  std::vector<Dots> dots_;                    // [heads], of which every fourth of a group is used
 };
 
 }  // namespace pagedkv
