@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "parallel.h"
+#include "simd.h"
 
 namespace pagedkv {
 namespace {
@@ -81,22 +82,21 @@ Cut find_cut(const uint32_t* keys, int64_t n, int64_t k, uint32_t lowest, uint32
   return cut;
 }
 
-// Stable by key, whose lowest is `base` and which differ in `bits` bits. Returns the sorted array, `a` or `b`.
-uint64_t* sort_by_key(uint64_t* a, uint64_t* b, int64_t n, uint32_t base, int bits) {
-  constexpr int kMaxPasses = (32 + kSortBits - 1) / kSortBits;
-  const int passes = (bits + kSortBits - 1) / kSortBits;
-  const auto digit = [base](uint64_t x, int pass) { return (static_cast<uint32_t>(x >> 32) - base) >> (pass * kSortBits) & (kSortDigits - 1); };
-  std::array<std::array<uint32_t, kSortDigits>, kMaxPasses> next{};
+// Stable by the upper half of `a`, which differs in kPasses * kSortBits bits at most; the lower halves, in order, go to `ids`.
+template <int kPasses>
+void sort_ids(uint64_t* a, uint64_t* b, int64_t n, int64_t k, int64_t* ids) {
+  const auto digit = [](uint64_t x, int pass) { return x >> (32 + pass * kSortBits) & (kSortDigits - 1); };
+  std::array<std::array<uint32_t, kSortDigits>, kPasses> next{};
   for (int64_t i = 0; i < n; ++i) {
-    for (int pass = 0; pass < passes; ++pass) ++next[pass][digit(a[i], pass)];
+    for (int pass = 0; pass < kPasses; ++pass) ++next[pass][digit(a[i], pass)];
   }
-  for (int pass = 0; pass < passes; ++pass) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     uint32_t sum = 0;
     for (uint32_t& x : next[pass]) sum += std::exchange(x, sum);
     for (int64_t i = 0; i < n; ++i) b[next[pass][digit(a[i], pass)]++] = a[i];
     std::swap(a, b);
   }
-  return a;
+  for (int64_t i = 0; i < k; ++i) ids[i] = static_cast<int64_t>(a[i] & 0xffffffffu);
 }
 
 }  // namespace
@@ -113,21 +113,22 @@ void select_eviction_candidates(const float* scores, int64_t num_blocks, int64_t
   uint32_t* keys = reinterpret_cast<uint32_t*>(spare + max_candidates(n, k));
   uint32_t* blocks = keys + n;
   uint32_t* histograms = blocks + n;
-  for (int64_t b = 0; b < n; ++b) keys[b] = key_of(scores[b]);
   uint32_t lowest = 0xffffffffu, highest = 0;
   for (int64_t b = 0; b < n; ++b) {
-    lowest = keys[b] < lowest ? keys[b] : lowest;
-    highest = keys[b] > highest ? keys[b] : highest;
+    const uint32_t key = key_of(scores[b]);
+    keys[b] = key;
+    lowest = key < lowest ? key : lowest;
+    highest = key > highest ? key : highest;
   }
   const Cut cut = find_cut(keys, n, k, lowest, highest, histograms);
 
   int64_t listed[kMaxParts];
   for_parts(n, [&listed, keys, blocks, last = cut.last](int64_t part, int64_t begin, int64_t end) {
     uint32_t* list = blocks + begin;
-    int64_t count = 0;
-    for (int64_t b = begin; b < end; ++b) {  // no branch predictor knows which: write all, step past some
-      list[count] = static_cast<uint32_t>(b);
-      count += keys[b] <= last;
+    int64_t count = 0, b = begin;
+    for (; b + simd::kLanes <= end; b += simd::kLanes) count += simd::list_at_most(keys + b, last, static_cast<uint32_t>(b), list + count);
+    for (; b < end; ++b) {
+      if (keys[b] <= last) list[count++] = static_cast<uint32_t>(b);
     }
     listed[part] = count;
   });
@@ -139,12 +140,17 @@ void select_eviction_candidates(const float* scores, int64_t num_blocks, int64_t
     for (int64_t i = 0; i < listed[part]; ++i) {
       const uint32_t key = keys[list[i]];
       if (key >= cut.first && --sharing < 0) continue;
-      candidates[count++] = static_cast<uint64_t>(key) << 32 | list[i];
+      candidates[count++] = static_cast<uint64_t>(key - lowest) << 32 | list[i];
     }
   }
 
-  const uint64_t* sorted = sort_by_key(candidates, spare, count, lowest, bit_width(cut.last - lowest));
-  for (int64_t i = 0; i < k; ++i) ids[i] = static_cast<int64_t>(sorted[i] & 0xffffffffu);
+  switch ((bit_width(cut.last - lowest) + kSortBits - 1) / kSortBits) {
+    case 0: return sort_ids<0>(candidates, spare, count, k, ids);
+    case 1: return sort_ids<1>(candidates, spare, count, k, ids);
+    case 2: return sort_ids<2>(candidates, spare, count, k, ids);
+    case 3: return sort_ids<3>(candidates, spare, count, k, ids);
+    default: return sort_ids<4>(candidates, spare, count, k, ids);
+  }
 }
 
 }  // namespace pagedkv

@@ -39,6 +39,9 @@ namespace simd {
 
 constexpr int kLanes = 8;
 
+// Lists which of eight integers are at most `bound`, counted from `number`. Returns how many; all eight of `list` are written.
+int list_at_most(const uint32_t* x, uint32_t bound, uint32_t number, uint32_t* list);
+
 // ------------------------------------------------------------------------------- ISA-specific part
 #if defined(PAGEDKV_AVX2)
 
@@ -99,6 +102,28 @@ inline void store(int8_t* p, Floats a) {
   const __m256i wide = _mm256_cvtps_epi32(a.v);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+
+// For each of 256 masks, the numbers of the bits that are set, in order, a byte each.
+struct BitNumbers {
+  uint64_t of_mask[256] = {};
+  constexpr BitNumbers() {
+    for (int mask = 0; mask < 256; ++mask) {
+      for (int bit = 7; bit >= 0; --bit) {
+        if (mask >> bit & 1) of_mask[mask] = of_mask[mask] << 8 | static_cast<uint64_t>(bit);
+      }
+    }
+  }
+};
+inline constexpr BitNumbers kBitNumbers;
+
+inline int list_at_most(const uint32_t* x, uint32_t bound, uint32_t number, uint32_t* list) {
+  const __m256i bounds = _mm256_set1_epi32(static_cast<int>(bound));
+  const __m256i larger = _mm256_max_epu32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)), bounds);
+  const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(larger, bounds)));
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&kBitNumbers.of_mask[mask])));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(list), _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>(number))));
+  return __builtin_popcount(static_cast<unsigned>(mask));
 }
 
 inline float sum(Floats a) {
@@ -205,6 +230,15 @@ inline void store(Half* p, Floats a) {
 }
 inline void store(int8_t* p, Floats a) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(static_cast<int32_t>(a.v[i]));
+}
+
+inline int list_at_most(const uint32_t* x, uint32_t bound, uint32_t number, uint32_t* list) {
+  int count = 0;
+  for (int i = 0; i < kLanes; ++i) {  // no branch predictor knows which: write all, step past some
+    list[count] = number + static_cast<uint32_t>(i);
+    count += x[i] <= bound;
+  }
+  return count;
 }
 
 inline float sum(Floats a) { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
