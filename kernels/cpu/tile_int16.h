@@ -1,11 +1,11 @@
 // The tile kernel for int8 caches in AVX2: K and V stay integers, and q and the softmax weights become 16-bit integers times a
-// power of two (2^-15 of the largest element), so that both products are exact integer dot products of 16 multiplications
-// an instruction, half of what float32 takes and nothing converted to float but the sums. For q that sixteen_bits_serve.
+// power of two, so that both products are exact integer dot products of 16 multiplications an instruction, twice as many as
+// in float32, and only sums are converted. For q that 16 bits hold (sixteen_bits_serve); tile_float.h has the others.
 //
 // vpmaddwd adds up two neighbouring products. For q.k those are neighbouring dimensions: K is only widened. For w.v they
 // are two tokens, whose bytes are interleaved before they are widened. Both products take a few tokens of all heads at a
 // time, not a head's 64 tokens: that is the order of memory, and a head's rows, a power of two of bytes apart, would
-// share too few sets of the L1 cache.
+// share a few sets of the L1 cache.
 #pragma once
 
 #include <immintrin.h>
