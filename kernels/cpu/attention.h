@@ -156,9 +156,9 @@ inline void average_block_mass(const AttentionParams& p, const AttentionPlan& pl
   if (!range.valid || range.end == 0) return;
   for (int64_t b = range.begin / p.block_size; b <= (range.end - 1) / p.block_size; ++b) {
     const int64_t slot = range.first_slot + b * p.block_size / plan.tokens_per_split - range.first_split;
-    float sum = 0.0f;
+    double sum = 0.0;  // in float32 the rounding of as many additions as there are heads
     for (int64_t h = 0; h < p.num_heads; ++h) sum += partial.block_row(seq, h)[b] * partial.state(slot, h).m;
-    mass[b] = sum / static_cast<float>(p.num_heads);
+    mass[b] = static_cast<float>(sum / static_cast<double>(p.num_heads));
   }
 }
 
