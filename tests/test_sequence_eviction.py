@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import GARBAGE_IDS, decode, in_layout, same_bits
+from cases import GARBAGE_IDS, LAYOUTS, decode, in_layout, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +84,27 @@ def test_accumulation_repeats_to_the_last_bit(device):
     for x in sums:
         pagedkv.accumulate_block_mass(mass, tables, x, 0.9)
     assert all(torch.equal(x, sums[0]) for x in sums)
+
+
+@given(st.data())
+def test_any_accumulation(device, data):
+    num_seqs, max_blocks, num_blocks = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 8), st.integers(0, 6)))
+
+    def table(numbers, dtype):
+        count = num_seqs * max_blocks
+        return torch.tensor(data.draw(st.lists(numbers, min_size=count, max_size=count)), dtype=dtype).view(num_seqs, max_blocks)
+
+    half_a_unit = pagedkv.MASS_UNIT / 2
+    masses = st.one_of(st.floats(0, 1, width=32), st.floats(width=32), st.sampled_from([half_a_unit, 3 * half_a_unit]))
+    blocks = st.one_of(st.integers(-1, num_blocks), st.sampled_from(GARBAGE_IDS))
+    total = data.draw(st.lists(st.integers(0, 2**62), min_size=num_blocks, max_size=num_blocks))
+    check_accumulation(
+        device,
+        in_layout(table(masses, torch.float32), data.draw(st.sampled_from(LAYOUTS))),
+        table(blocks, torch.int32),
+        torch.tensor(total, dtype=torch.int64),
+        data.draw(st.one_of(st.floats(0, 1), st.just(1.0))),
+    )
 
 
 def test_checked_mass_needs_blocks_of_the_pool(device, monkeypatch):
