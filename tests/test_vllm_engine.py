@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+import pagedkv
 from pagedkv import models
 from pagedkv.bench import vllm_engine as bench
 
@@ -206,6 +207,52 @@ def test_the_few_last_tokens_of_a_prompt_are_rows_like_decodes():
     assert [(p.begin, p.end, p.context, int(p.block_table[0])) for p in built.pieces] == [(4, 204, 0, 20), (204, 304, 200, 30)]
 
 
+# --------------------------------------------------------------------------------------- one layer, without an engine
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """Makes a layer as an engine does, from the arguments and the parts of the configuration that matter to a test."""
+    from pagedkv.integrations.vllm import backend
+
+    plain = {"num_heads": 2, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, "alibi_slopes": None, "sliding_window": None}
+    configuration = {
+        "kv_transfer_config": None,
+        "speculative_config": None,
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "model_config": SimpleNamespace(dtype=torch.float32, max_model_len=64),
+    }
+
+    def make(configured=(), **arguments):
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: SimpleNamespace(**{**configuration, **dict(configured)}))
+        return backend.PagedKVImpl(**{**plain, "kv_cache_dtype": "int8_per_token_head", **arguments})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("cache", "scales", "said"),
+    [
+        ("auto", "token_head", "INT8 cache, token_head scales"),
+        ("int8_per_token_head", "block_head", "INT8 cache, block_head scales"),
+        ("auto", "none", "unquantised cache"),
+        ("bfloat16", "token_head", "unquantised cache"),
+    ],
+)
+def test_one_log_line_says_what_is_in_use(layer, cache, scales, said, monkeypatch, caplog):
+    import vllm.logger
+
+    from pagedkv.integrations.vllm import backend
+
+    vllm.logger._print_info_once.cache_clear()  # or an engine of another test has said it already
+    monkeypatch.setenv("PAGEDKV_VLLM_SCALES", scales)
+    monkeypatch.setattr(backend.logger, "handlers", [caplog.handler])  # whatever vLLM has its loggers pass on
+    monkeypatch.setattr(backend.logger, "propagate", False)
+    for _ in range(3):
+        layer(kv_cache_dtype=cache)
+    assert caplog.messages == [f"PagedKV attention {pagedkv.__version__} is in use: {said}, {pagedkv.backend('cpu')}"]
+
+
 # --------------------------------------------------------------------------------------------- what is refused
 
 
@@ -219,20 +266,51 @@ def test_the_few_last_tokens_of_a_prompt_are_rows_like_decodes():
         ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share a KV cache"),
         ({"chunk_lookback": 4}, "chunk_lookback"),
+        ({"configured": {"kv_transfer_config": object()}}, "a KV connector"),
+        ({"configured": {"speculative_config": object()}}, "speculative decoding"),
+        ({"configured": {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}}, "decode context parallelism"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_supported_is_refused_by_name(asked, named, monkeypatch):
-    from pagedkv.integrations.vllm import backend
-
-    parallel = SimpleNamespace(decode_context_parallel_size=1)
-    config = SimpleNamespace(kv_transfer_config=None, speculative_config=None, parallel_config=parallel)
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: config)
-    arguments = {"num_heads": 2, "head_size": 64, "scale": 0.125, "num_kv_heads": 1, "alibi_slopes": None, "sliding_window": None}
-    with pytest.raises(NotImplementedError, match=named):
-        backend.PagedKVImpl(**{**arguments, "kv_cache_dtype": "int8_per_token_head", **asked})
+def test_what_is_not_supported_is_refused_by_name(layer, asked, named):
+    with pytest.raises(NotImplementedError, match=f"does not support: {named}"):
+        layer(**asked)
 
 
-def test_an_engine_that_asks_for_fp8_does_not_start():
-    with pytest.raises(Exception, match="--kv-cache-dtype fp8"):
-        bench.engine(MODEL, "unquantised", kv_cache_dtype="fp8")
+def test_all_that_is_not_supported_is_named_at_once(layer):
+    with pytest.raises(NotImplementedError, match="ALiBi; speculative decoding"):
+        layer({"speculative_config": object()}, alibi_slopes=[1.0, 0.5])
+
+
+@pytest.mark.parametrize(("asked", "named"), [({"use_mla": True}, "MLA"), ({"use_kv_connector": True}, "KV connector")], ids=str)
+def test_what_vllm_asks_before_it_makes_a_layer_is_answered_with_no(asked, named):
+    """As its CUDA platform asks; the one for the CPU refuses MLA by itself."""
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from pagedkv.integrations.vllm.backend import PagedKVBackend
+
+    def reasons(**asked):
+        asked = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, **asked)
+        return PagedKVBackend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict())
+
+    assert reasons() == []
+    assert reasons(**asked) == [f"{named} not supported"]
+
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"speculative_config": SPECULATION}, "speculative decoding"),
+        ({"kv_transfer_config": CONNECTOR}, "a KV connector"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_engine_that_asks_for_what_is_refused_does_not_start(asked, named):
+    with pytest.raises(Exception, match=f"pagedkv.* does not support: {named}"):
+        bench.engine(MODEL, "unquantised", **asked)
