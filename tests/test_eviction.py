@@ -109,6 +109,17 @@ def test_selection_from_nothing(device):
     assert ids.shape == (0,) and scores.shape == (0,)
 
 
+def test_ids_in_a_pool_of_134_million_blocks(backend, device):
+    """Where an id is no float32 and a product of two counts no int32."""
+    if backend.endswith("pytorch"):
+        pytest.skip("plain PyTorch sorts them all, for half a minute")
+    n = 2**27
+    ids = torch.tensor([n - 1, 7, n // 2 + 3, n // 2, n // 2 - 1, 2**24 + 1], device=device)
+    scores = torch.ones(n, device=device)
+    scores[ids] = torch.arange(-3.0, 3.0, device=device) / 4
+    assert torch.equal(pagedkv.select_eviction_candidates(scores, len(ids)), ids)
+
+
 @given(st.lists(st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, math.inf, math.nan])), max_size=80), st.data())
 def test_any_scores(device, values, data):
     k = data.draw(st.integers(0, len(values)))
