@@ -1,5 +1,6 @@
 """The model evaluations on a tiny random model: each number against a second way to it, or against what must be so."""
 
+import dataclasses
 import math
 
 import pytest
@@ -35,13 +36,8 @@ def ids():
 
 @pytest.fixture(scope="module")
 def perplexities(model, ids):
-    sizes = pytest.MonkeyPatch()
-    sizes.setattr(perplexity, "CONTEXT", 40)
-    sizes.setattr(perplexity, "SCORED", 6)
-    sizes.setattr(perplexity, "TOGETHER", 2)
-    rows = list(perplexity.measure(model, ids, count=3, say=quiet))
-    sizes.undo()
-    return {row["variant"]: row for row in rows}
+    sizes = model_variants.Sizes(windows=3, context=40, scored=6, together=2)
+    return {row["variant"]: row for row in perplexity.measure(model, ids, sizes, say=quiet)}
 
 
 def test_perplexity_through_the_cache_is_that_of_one_forward_pass(perplexities, model, ids):
@@ -86,6 +82,37 @@ def test_windows_do_not_overlap_and_a_short_text_is_refused(ids):
         model_variants.windows(torch.arange(100), 4, 26)
 
 
+@pytest.mark.parametrize("sizes", [*perplexity.SIZES.values(), *eviction_quality.SIZES.values()], ids=str)
+def test_the_text_has_room_for_every_size(sizes):
+    text = torch.arange(39357)  # tokens of alice29.txt
+    batches = list(sizes.batches(text))
+    assert sum(len(prompts) for prompts, _ in batches) == sizes.windows and max(len(prompts) for prompts, _ in batches) <= sizes.together
+    for prompts, following in batches:
+        assert prompts.shape[1] == sizes.context and following.shape[1] == sizes.scored + 1
+        assert torch.equal(following[:, 0], prompts[:, -1] + 1)
+
+
+def test_larger_on_a_gpu():
+    for bench in (perplexity, eviction_quality):
+        cpu, cuda = (bench.SIZES[kind].windows * bench.SIZES[kind].scored for kind in ("cpu", "cuda"))
+        assert cuda >= 4096 and cuda >= 4 * cpu
+    assert perplexity.SIZES["cpu"].windows * perplexity.SIZES["cpu"].scored >= 2048
+    for needles in eviction_quality.NEEDLES.values():
+        assert len({needle.depth for needle in needles}) == 10 and {needle.length for needle in needles} == {1024, 2048, 4096}
+
+
+def test_intervals_are_shown_beside_their_values_and_as_bars():
+    rows = [{"variant": "a", **model_variants.with_interval("kl", torch.tensor([1.0, 3.0]))}, {"variant": "b", "kl": None}]
+    shown = model_variants.for_readers(rows, ["variant", "kl", "other"])
+    assert shown == [{"variant": "a", "kl": "2 (1 to 3)", "other": None}, {"variant": "b", "kl": None, "other": None}]
+    assert model_variants.error_bars(rows[:1], "kl") == ([2], [[1], [1]])
+
+
+def test_an_interval_of_a_median_ignores_a_lone_outlier():
+    value, low, high = model_variants.interval(torch.tensor([1.0] * 30 + [1000.0]), model_variants.median)
+    assert (value, low, high) == (1, 1, 1)
+
+
 def test_a_bootstrap_interval_covers_the_mean_about_as_often_as_it_says():
     generator = torch.Generator().manual_seed(0)
     inside = 0
@@ -99,17 +126,20 @@ def test_a_bootstrap_interval_covers_the_mean_about_as_often_as_it_says():
 # ---------------------------------------------------------------------------------------------------------------------- eviction
 
 
+SMALL = model_variants.Sizes(windows=3, context=64, scored=5, together=2)
+
+
 @pytest.fixture(scope="module")
 def small_eviction():
     sizes = pytest.MonkeyPatch()
-    for name, value in {"BLOCK_SIZE": 4, "CONTEXT": 64, "SCORED": 5, "WATCH": 8, "TOGETHER": 2}.items():
+    for name, value in {"BLOCK_SIZE": 4, "WATCH": 8}.items():
         sizes.setattr(eviction_quality, name, value)
     yield
     sizes.undo()
 
 
 def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, small_eviction):
-    rows = list(eviction_quality.continuation(model, ids, {}, count=3, say=quiet))
+    rows = list(eviction_quality.continuation(model, ids, {}, SMALL, say=quiet))
     variants = {row["variant"]: row for row in rows}
     assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.REGISTRY) + 4 * 2 + 1 + len(eviction_quality.REGISTRY)
     assert {row["tokens"] for row in rows} == {15}
@@ -118,12 +148,31 @@ def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, sm
     assert best["perplexity"] == min(
         r["perplexity"] for r in rows if (r["fraction"], r["cache"]) == (0.5, "float32") and r["policy"] != "sinks_and_recency"
     )
-    assert best["kvpress_best"] is None and best["variant"] in eviction_quality.verdict(best)
+    assert best["kvpress_best"] is best["vs_kvpress"] is best["vs_kvpress_low"] is None
+    assert best["variant"] in eviction_quality.verdict(best) and "kvpress" not in eviction_quality.verdict(best)
     assert [[row["fraction"] for row in line] for line in eviction_quality.series(rows, False)] == [[0.1, 0.25, 0.5, 0.75]] * (
         len(eviction_quality.REGISTRY) + 2
     )
     for policy in eviction_quality.REGISTRY:
         assert variants[f"{policy} 10%"]["kl"] > 0, policy
+
+
+def test_the_yardsticks_are_sinks_and_recency_and_the_best_of_kvpress():
+    variants = [v for mine in eviction_quality.plan(["A", "B"]) for v in mine]
+    nll = torch.arange(2.0 * len(variants)).view(-1, 2)  # the earlier, the better
+    found = eviction_quality.yardsticks(variants, nll)
+    names = [v.name for v in variants]
+    for fraction in eviction_quality.FRACTIONS:
+        assert torch.equal(found[fraction]["vs_streaming"], nll[names.index(f"sinks_and_recency {fraction:.0%}")])
+        assert torch.equal(found[fraction]["vs_kvpress"], nll[names.index(f"kvpress A by layer and head {fraction:.0%}")])
+
+
+@pytest.mark.parametrize("low, high, said", [(0.8, 0.99, "better than"), (1.01, 1.2, "worse than"), (0.9, 1.1, "not distinguishable from")])
+def test_the_verdict_claims_no_more_than_its_intervals(low, high, said):
+    streaming = {"variant": "x 50%", "vs_streaming": 1.0, "vs_streaming_low": 0.9, "vs_streaming_high": 1.1}
+    peer = {"kvpress_best": "kvpress A", "vs_kvpress": (low + high) / 2, "vs_kvpress_low": low, "vs_kvpress_high": high}
+    text = eviction_quality.verdict({**streaming, **peer})
+    assert "not distinguishable from sinks and recency" in text and f"{said} kvpress A" in text
 
 
 def test_what_is_evicted_is_what_the_policy_names(model, ids, small_eviction):
@@ -164,13 +213,30 @@ def test_kvpress_absent_is_said(monkeypatch):
         raise kvpress_peer.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(kvpress_peer.importlib.metadata, "version", missing)
-    assert kvpress_peer.presses() == {} and "pip install 'pagedkv[peers]'" in kvpress_peer.absence()
+    assert kvpress_peer.presses() == {} and "pip install 'pagedkv[peers]'" in kvpress_peer.absences()["kvpress"]
+
+
+def test_a_rule_of_kvpress_that_is_left_out_is_said():
+    pytest.importorskip("kvpress")
+    assert "eager attention" in kvpress_peer.absences()["kvpress ObservedAttentionPress"]
+    assert list(kvpress_peer.presses()) == list(kvpress_peer.RULES)
+
+
+def test_against_kvpress_is_paired_on_the_same_tokens(model, ids, small_eviction):
+    pytest.importorskip("kvpress")
+    rows = list(eviction_quality.continuation(model, ids, kvpress_peer.presses(), dataclasses.replace(SMALL, context=96), say=quiet))
+    best = eviction_quality.best_at(rows, 0.5)
+    assert best["vs_kvpress"] == pytest.approx(best["perplexity"] / best["kvpress_perplexity"])
+    assert best["vs_kvpress_low"] <= best["vs_kvpress"] <= best["vs_kvpress_high"]
+    (peer,) = [row for row in rows if (row["policy"], row["fraction"]) == (best["kvpress_best"], 0.5)]
+    assert peer["vs_kvpress"] == peer["vs_kvpress_low"] == peer["vs_kvpress_high"] == 1
 
 
 def test_a_press_keeps_what_kvpress_itself_keeps(ids, small_eviction):
     kvpress = pytest.importorskip("kvpress")
     _, model, _, _ = models.tiny()
-    prompt, following = ids[None, :96], ids[None, 96:99]
+    length = 320  # LagKV's two lags and its sinks have room
+    prompt, following = ids[None, :length], ids[None, length : length + 3]
     rules = kvpress_peer.presses()
     peer = kvpress_peer.PressCache(model, rules, [0.25, 0.5])
     cache = model_variants.Ensemble(model, [PagedCache(model, "unquantised"), peer])
@@ -182,9 +248,9 @@ def test_a_press_keeps_what_kvpress_itself_keeps(ids, small_eviction):
             alone = transformers.DynamicCache()
             with getattr(kvpress, name)(compression_ratio=fraction)(model):
                 model(prompt, past_key_values=alone)
-            assert alone.layers[0].keys.shape[2] == 96 * (1 - fraction)
+            assert alone.layers[0].keys.shape[2] == length * (1 - fraction)
             for t, token in enumerate(following.split(1, 1)):
-                place = torch.tensor([[96 + t]])
+                place = torch.tensor([[length + t]])
                 want = model(token, past_key_values=alone, position_ids=place).logits[0, -1]
                 torch.testing.assert_close(got[t][i], want, rtol=1e-4, atol=1e-4)
 
@@ -212,5 +278,6 @@ def test_caches_together_generate_what_each_generates_alone(model, ids):
 def test_speed_is_by_the_clock(model, ids):
     ticks = iter(range(100000))
     rows = list(generate.speed(model, ids, context=20, steps=3, clock=lambda: next(ticks)))
-    assert [row["tokens_per_s"] for row in rows if row["what"] == "speed"] == [1, 1, 1]
+    timed = [row for row in rows if row["what"] == "speed"]
+    assert [(row["tokens_per_s_low"], row["tokens_per_s"], row["p50_ms_high"]) for row in timed] == [(1, 1, 1000)] * 3
     assert [(row["cache"], row["vs_stock"]) for row in rows if row["what"] == "speed_ratio"] == [("unquantised", 1), ("block_head", 1)]

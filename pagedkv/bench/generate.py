@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from pagedkv.bench.model_variants import Ensemble, with_interval
+from pagedkv.bench.model_variants import Ensemble, exp_mean, median, with_interval
 from pagedkv.integrations.transformers import PagedCache
 
 PROMPTS = (1040, 300, 80, 12)  # tokens of each
@@ -107,7 +107,7 @@ def speed(
     model, ids: Tensor, context: int = SPEED_CONTEXT, steps: int = SPEED_STEPS, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[dict]:
     """Rows of decode speed, one sequence, after a prompt of `context` tokens: stock and paged caches take turns at every step, so that what
-    slows the machine slows each of them. The last row has the ratio, with the interval of a bootstrap over steps."""
+    slows the machine slows each of them. The last rows have the ratio. Intervals are of a bootstrap over steps."""
     stock, paged = DynamicCache(), {spec: PagedCache(model, spec) for spec in ("unquantised", "block_head")}
     caches = {"stock": stock, **paged}
     seconds: dict[str, list[float]] = {name: [] for name in caches}
@@ -125,13 +125,14 @@ def speed(
             if step >= 4:  # the first steps warm up
                 seconds[name].append(clock() - started)
     for name, times in seconds.items():
-        quarter, middle, three = statistics.quantiles(times, n=4)
-        row = {"what": "speed", "cache": name, "context": context, "steps": steps, "tokens_per_s": 1 / middle}
-        yield {**row, "p25_ms": 1e3 * quarter, "p50_ms": 1e3 * middle, "p75_ms": 1e3 * three}
+        quarter, _, three = statistics.quantiles(times, n=4)
+        row = {"what": "speed", "cache": name, "context": context, "steps": steps, "p25_ms": 1e3 * quarter, "p75_ms": 1e3 * three}
+        by_step = torch.tensor(times, dtype=torch.float64)
+        yield {**row, **with_interval("p50_ms", 1e3 * by_step, median), **with_interval("tokens_per_s", by_step, lambda x: 1 / median(x))}
     for name in caches:
         if name != "stock":
             faster = torch.tensor([a / b for a, b in zip(seconds["stock"], seconds[name], strict=True)]).log()
-            yield {"what": "speed_ratio", "cache": name, "context": context, **with_interval("vs_stock", faster, torch.exp)}
+            yield {"what": "speed_ratio", "cache": name, "context": context, **with_interval("vs_stock", faster, exp_mean)}
 
 
 def _synchronise(device: torch.device) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 # Rules that need neither training nor a second pass.
-RULES = ("StreamingLLMPress", "SnapKVPress", "TOVAPress", "KeyDiffPress", "ExpectedAttentionPress")
+RULES = ("StreamingLLMPress", "SnapKVPress", "TOVAPress", "KeyDiffPress", "ExpectedAttentionPress", "KnormPress", "LagKVPress")
+LEFT_OUT = {"ObservedAttentionPress": "needs the attention weights of the whole prompt, which only transformers' eager attention hands out"}
 BY_RATIO = ("StreamingLLMPress",)  # whose scores depend on how much goes; the others are asked for theirs once, not at every fraction
 
 
@@ -24,6 +25,12 @@ def presses() -> dict:
     import kvpress
 
     return {name: getattr(kvpress, name)() for name in RULES}
+
+
+def absences() -> dict[str, str]:
+    """Why there are no rows of kvpress, or none of a rule of it whose like this library has."""
+    reason = absence()
+    return {f"kvpress {name}": why for name, why in LEFT_OUT.items()} if reason is None else {"kvpress": reason}
 
 
 def absence() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pagedkv.evidence.tables import cell
 from pagedkv.integrations.transformers import PagedLayer
 from pagedkv.kv_dump import ModelError
 from pagedkv.quant_spec import KVQuantSpec
@@ -93,6 +94,21 @@ class RoundedSpec(KVQuantSpec):
 # ----------------------------------------------------------------------------------------------------------------------- text
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much of a text is measured: windows, tokens of each one's prompt, those scored after it, and windows in one batch."""
+
+    windows: int
+    context: int
+    scored: int
+    together: int
+
+    def batches(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Prompts `[windows, context]` and what follows them `[windows, scored + 1]`, at most `together` windows at a time."""
+        for batch in windows(ids, self.windows, self.context + self.scored + 1).split(self.together):
+            yield batch[:, : self.context], batch[:, self.context :]
+
+
 def windows(ids: Tensor, count: int, length: int) -> Tensor:
     """`count` windows of `length` tokens that do not overlap, spread evenly over `ids` `[tokens]`: int64 `[count, length]`.
 
@@ -160,23 +176,54 @@ def compare(logits: Tensor, target: Tensor, variants: int) -> tuple[Tensor, Tens
 # ------------------------------------------------------------------------------------------------------------------- confidence
 
 
-def interval(by_window: Tensor, statistic: Callable[[Tensor], Tensor] = lambda means: means, seed: int = 0) -> tuple[float, float, float]:
-    """A statistic of a mean over windows, and its 95 % bootstrap interval: `(value, low, high)`.
+def mean(x: Tensor) -> Tensor:
+    return x.mean(-1)
+
+
+def median(x: Tensor) -> Tensor:
+    return x.quantile(0.5, -1)
+
+
+def interval(by_window: Tensor, statistic: Callable[[Tensor], Tensor] = mean, seed: int = 0) -> tuple[float, float, float]:
+    """A statistic over windows, and its 95 % bootstrap interval: `(value, low, high)`.
 
     Args:
         by_window: `[windows]`, each window's own mean; windows are drawn with replacement, since tokens of one are not independent.
-        statistic: of the mean, elementwise; perplexity is `torch.exp`.
+        statistic: over the last dimension.
     """
     x = by_window.double()
     drawn = torch.randint(len(x), (RESAMPLES, len(x)), generator=torch.Generator().manual_seed(seed))
-    low, high = torch.quantile(statistic(x[drawn].mean(1)), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(statistic(x.mean())), low, high
+    low, high = torch.quantile(statistic(x[drawn]), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(statistic(x)), low, high
 
 
-def with_interval(name: str, by_window: Tensor, statistic: Callable[[Tensor], Tensor] = lambda means: means) -> dict[str, float]:
+def with_interval(name: str, by_window: Tensor, statistic: Callable[[Tensor], Tensor] = mean) -> dict[str, float]:
     """Fields of a row: `name`, `name_low`, `name_high`."""
     value, low, high = interval(by_window, statistic)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def exp_mean(x: Tensor) -> Tensor:
+    """Of the mean of logarithms: a perplexity, or a ratio of two."""
+    return mean(x).exp()
+
+
+def for_readers(rows: Sequence[Mapping], columns: Sequence[str]) -> list[dict]:
+    """Rows of a table: a value that has an interval as `value (low to high)`, the others as they are."""
+
+    def shown(row: Mapping, name: str) -> object:
+        if row.get(f"{name}_low") is None:
+            return row.get(name)
+        return f"{cell(row[name])} ({cell(row[f'{name}_low'])} to {cell(row[f'{name}_high'])})"
+
+    return [{name: shown(row, name) for name in columns} for row in rows]
+
+
+def error_bars(rows: Sequence[Mapping], name: str) -> tuple[list[float], list[list[float]]]:
+    """Of each row the value, and how far its interval reaches below and above it, as matplotlib's `errorbar` takes them."""
+    below = [max(0.0, row[name] - row[f"{name}_low"]) for row in rows]  # of equal values the last bit may say otherwise
+    above = [max(0.0, row[f"{name}_high"] - row[name]) for row in rows]
+    return [row[name] for row in rows], [below, above]
 
 
 def summaries(scores: Scores, names: Sequence[str]) -> Iterator[dict]:
@@ -190,8 +237,8 @@ def summaries(scores: Scores, names: Sequence[str]) -> Iterator[dict]:
             "variant": name,
             "tokens": scores.nll[i].numel(),
             "windows": len(nll),
-            **with_interval("perplexity", nll, torch.exp),
-            **with_interval("delta_percent", nll - scores.nll[0].mean(1), lambda mean: 100 * (mean.exp() - 1)),
+            **with_interval("perplexity", nll, exp_mean),
+            **with_interval("delta_percent", nll - scores.nll[0].mean(1), lambda x: 100 * (exp_mean(x) - 1)),
             **with_interval("kl", scores.kl[i].mean(1)),
             **with_interval("agreement", scores.same[i].mean(1)),
         }

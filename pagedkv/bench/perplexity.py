@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pagedkv.bench.model_variants import Ensemble, RoundedSpec, Scores, summaries, teacher_forced, windows
+from pagedkv.bench.model_variants import Ensemble, RoundedSpec, Scores, Sizes, summaries, teacher_forced
 from pagedkv.bench.schemes import round_to_fp8
 from pagedkv.integrations.transformers import PagedCache
 from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 
 BLOCK_SIZE = 16
-CONTEXT, SCORED = 256, 64  # tokens of a window: the prompt's, and those scored
-WINDOWS, QUICK_WINDOWS = 32, 2
+SIZES = {"cpu": Sizes(32, 256, 64, together=16), "cuda": Sizes(96, 256, 128, together=48)}  # the text has room for 102 of the latter
+QUICK_SIZES = Sizes(2, 256, 64, together=2)
 MOST_PERCENT = 51.6  # of float16's bytes: what a scale for each token and head takes at head_dim 128
-TOGETHER = 16  # windows in one batch
 
 
 def schemes() -> dict[str, KVQuantSpec]:
@@ -41,21 +40,20 @@ def percent_of_fp16(name: str, spec: KVQuantSpec, num_kv_heads: int, head_dim: i
     return 100 * spec.bytes_per_token(*shape) / KVQuantSpec(None).bytes_per_token(*shape)
 
 
-def measure(model, ids: Tensor, count: int = WINDOWS, say: Callable[[str], None] = print) -> Iterator[dict]:
-    """A row for each scheme, over `count` windows of a text `ids` `[tokens]`."""
+def measure(model, ids: Tensor, sizes: Sizes, say: Callable[[str], None] = print) -> Iterator[dict]:
+    """A row for each scheme, over windows of a text `ids` `[tokens]`."""
     config = model.config.get_text_config(decoder=True)
     heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     specs, parts = schemes(), []
-    text = windows(ids, count, CONTEXT + SCORED + 1).to(model.device)
-    for batch in text.split(TOGETHER):
+    for prompts, following in sizes.batches(ids.to(model.device)):
         members = [PagedCache(model, spec, block_size=BLOCK_SIZE) for spec in specs.values()]
         cache = Ensemble(model, members)
         with torch.inference_mode():
-            model(batch[:, :CONTEXT], past_key_values=cache, logits_to_keep=1)
-        parts.append(teacher_forced(model, cache, batch[:, CONTEXT:], len(specs), say))
-        say(f"  {sum(part.nll.shape[1] for part in parts)} of {count} windows")
+            model(prompts, past_key_values=cache, logits_to_keep=1)
+        parts.append(teacher_forced(model, cache, following, len(specs), say))
+        say(f"  {sum(part.nll.shape[1] for part in parts)} of {sizes.windows} windows")
     for row, (name, spec) in zip(summaries(Scores.join(parts), list(specs)), specs.items(), strict=True):
-        yield {"context": CONTEXT, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}
+        yield {"context": sizes.context, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}
 
 
 def best_int8(rows: Sequence[dict]) -> dict:
