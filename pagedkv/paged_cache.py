@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,12 @@ from pagedkv.quant_spec import KVQuantSpec
 __all__ = ["KVCacheFull", "PagedKVCache"]
 
 _STATE_VERSION = 1
+_STATE_FORM = {  # as `_check_form` reads it; the planes are each cache's own
+    "k_means": {int: Tensor},
+    "sequences": {int: {"blocks": [int], "length": int}},
+    "free": [int],
+    "next_sequence": int,
+}
 _NO_BLOCK = -1  # fills a row of block_tables past its sequence; never read
 
 
@@ -38,9 +45,9 @@ class PagedKVCache:
         dtype: of an unquantised cache: float16 (the default), bfloat16 or float32. None with a spec that quantises.
         device: cpu or a CUDA device.
 
-    A sequence is an int that `allocate` or `fork` returns; it is not used again after `free`. Wherever several are taken, a list
-    of them is. A block may belong to several sequences after `fork`; it is written only by one that holds it alone. One thread
-    at a time.
+    A sequence is an int that `allocate` or `fork` returns; it is not used again after `free`. Wherever several are taken, any
+    iterable of them is; NumPy's integers pass for ints. A block may belong to several sequences after `fork`; it is written only by
+    one that holds it alone. One thread at a time.
 
     Positions are the caller's: the cache stores K as given (say, after RoPE), and attention over it knows no order but that of a
     sliding window. After `evict` the tokens that remain keep the K they were written with, while their places in the table move up.
@@ -48,6 +55,7 @@ class PagedKVCache:
     Raises:
         TypeError, ValueError: in every method, an argument that names no sequence or has another type, dtype, shape or device than
             asked for. Nothing has changed then.
+        RuntimeError: in the constructor, a CUDA device that this machine lacks.
     """
 
     def __init__(
@@ -61,6 +69,8 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | int = "cpu",
     ):
+        device = torch.device(device)
+        checks.present(device)
         self._planes = KVPlanes(num_blocks, block_size, num_kv_heads, head_dim, spec, dtype, device)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = num_blocks, block_size, num_kv_heads, head_dim
         self.spec, self.device, self.dtype = self._planes.spec, self._planes.device, self._planes.dtype
@@ -92,6 +102,7 @@ class PagedKVCache:
 
         Blocks reserved for `seq` and not yet written stay its own.
         """
+        seq = _integer("seq", seq)
         child = self._pool.fork(seq)
         if self.spec.subtract_k_mean:
             self._k_means[child] = self._k_means[seq]
@@ -99,6 +110,7 @@ class PagedKVCache:
 
     def free(self, seq: int) -> None:
         """Give up a sequence: the blocks that no other holds are free again."""
+        seq = _integer("seq", seq)
         self._pool.free(seq)
         self._k_means.pop(seq, None)
 
@@ -111,10 +123,10 @@ class PagedKVCache:
         Args:
             logical_blocks: distinct places in the sequence's row of `block_tables` (as in the columns of `block_mass`).
         """
-        self._pool.evict(seq, logical_blocks)
+        self._pool.evict(_integer("seq", seq), _integers("logical_blocks", logical_blocks))
 
     def evict_to_budget(
-        self, seqs: Sequence[int], scores: Tensor, budget: int, protect_first: int = 1, protect_last: int = 1
+        self, seqs: Iterable[int], scores: Tensor, budget: int, protect_first: int = 1, protect_last: int = 1
     ) -> dict[int, list[int]]:
         """Bring sequences within a budget of blocks: `select_per_sequence`, carried out. Reads the device, once.
 
@@ -126,8 +138,9 @@ class PagedKVCache:
         Returns:
             For each sequence the logical blocks that went, ascending.
         """
+        seqs = _integers("seqs", seqs)
         if len(set(seqs)) != len(seqs):
-            raise ValueError(f"seqs: expected distinct sequences, got {list(seqs)}")
+            raise ValueError(f"seqs: expected distinct sequences, got {seqs}")
         tables, lengths = self.block_tables(seqs), self.seq_lens(seqs)
         kept, *_ = select_per_sequence(scores, tables, lengths, budget, protect_first, protect_last, block_size=self.block_size)
         gone = {}
@@ -138,7 +151,7 @@ class PagedKVCache:
 
     # ------------------------------------------------------------------------------------------------------------------ writing
 
-    def append(self, seqs: int | Sequence[int], key: Tensor, value: Tensor) -> None:
+    def append(self, seqs: int | Iterable[int], key: Tensor, value: Tensor) -> None:
         """Write tokens at the ends of their sequences.
 
         A block that is about to be written and is shared is copied first, data and scales, and the copy takes its place.
@@ -153,10 +166,12 @@ class PagedKVCache:
         checks.tensors(key=key, value=value)
         checks.tensor("key", key, checks.FLOATS, ("num_tokens", self.num_kv_heads, self.head_dim), self.device)
         checks.tensor("value", value, (key.dtype,), key.shape, self.device)
-        owners = [seqs] * len(key) if isinstance(seqs, int) else list(seqs)
+        is_one = isinstance(seqs, numbers.Integral)
+        named = _integers("seqs", [seqs] if is_one else seqs)
+        owners = named * len(key) if is_one else named
         if len(owners) != len(key):
             raise ValueError(f"seqs: expected one for each of the {len(key)} tokens, got {len(owners)}")
-        for seq in [seqs] if isinstance(seqs, int) else set(owners):
+        for seq in set(named):
             self._pool.find(seq)
         if not owners:
             return
@@ -181,7 +196,7 @@ class PagedKVCache:
     def decode(
         self,
         q: Tensor,
-        seqs: Sequence[int],
+        seqs: Iterable[int],
         sm_scale: float | None = None,
         *,
         sliding_window: int | None = None,
@@ -201,7 +216,7 @@ class PagedKVCache:
         the tokens that are left after `evict`. A soft cap is refused where the spec subtracts a K mean.
         """
         checks.tensors(q=q)
-        seqs = list(seqs)
+        seqs = _integers("seqs", seqs)
         checks.tensor("q", q, checks.FLOATS, (len(seqs), "num_heads", self.head_dim), self.device)
         return self._planes.attend(
             q,
@@ -216,8 +231,9 @@ class PagedKVCache:
             return_block_mass=return_block_mass,
         )
 
-    def observe(self, seqs: Sequence[int], *, block_mass: Tensor | None = None, total_mass: Tensor | None = None) -> Observation:
+    def observe(self, seqs: Iterable[int], *, block_mass: Tensor | None = None, total_mass: Tensor | None = None) -> Observation:
         """What a policy may look at: the sequences' tables, the blocks as they are encoded, and the masses given (see `Observation`)."""
+        seqs = _integers("seqs", seqs)
         return Observation(
             self.block_tables(seqs),
             self.seq_lens(seqs),
@@ -227,16 +243,17 @@ class PagedKVCache:
             total_mass=total_mass,
         )
 
-    def block_tables(self, seqs: Sequence[int]) -> Tensor:
+    def block_tables(self, seqs: Iterable[int]) -> Tensor:
         """int32 `[num_seqs, max_blocks]` on the cache's device: the blocks that hold tokens, in order, then -1. At least one column."""
-        rows = [self._pool.written(seq) for seq in seqs]
+        rows = [self._pool.written(seq) for seq in _integers("seqs", seqs)]
         width = max([1, *map(len, rows)])
         rows = [[*row, *[_NO_BLOCK] * (width - len(row))] for row in rows]
         return torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
 
-    def seq_lens(self, seqs: Sequence[int]) -> Tensor:
+    def seq_lens(self, seqs: Iterable[int]) -> Tensor:
         """int32 `[num_seqs]` on the cache's device: tokens that each sequence holds."""
-        return torch.tensor([self._pool.find(seq).length for seq in seqs], dtype=torch.int32, device=self.device)
+        lengths = [self._pool.find(seq).length for seq in _integers("seqs", seqs)]
+        return torch.tensor(lengths, dtype=torch.int32, device=self.device)
 
     @property
     def sequences(self) -> list[int]:
@@ -271,13 +288,16 @@ class PagedKVCache:
         """Become what `state_dict` described; the data are copied, from any device.
 
         Raises:
-            ValueError: it is of a cache of another shape, spec or dtype, or loses or doubles a block. Nothing has changed then.
+            ValueError: it is no such dict, is of a cache of another shape, spec or dtype, or loses or doubles a block. Nothing has
+                changed then.
         """
+        _check_form("state", state, {})
         wanted = {"version": _STATE_VERSION, **self._description()}
         for name, value in wanted.items():
             if state.get(name) != value:
                 raise ValueError(f"state[{name!r}]: expected {value!r}, got {state.get(name)!r}")
         planes = self._planes.tensors()
+        _check_form("state", state, {"planes": dict.fromkeys(planes, Tensor), **_STATE_FORM})
         for name, plane in planes.items():
             checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
         pool = BlockPool.from_state_dict(self.num_blocks, self.block_size, state)
@@ -316,3 +336,42 @@ class PagedKVCache:
         checks.tensors(k_mean=k_mean)
         checks.tensor("k_mean", k_mean, checks.FLOATS, (self.num_kv_heads, self.head_dim), self.device)
         return k_mean.detach().to(torch.float32, copy=True)
+
+
+def _integer(name: str, value: int) -> int:
+    """`value` as an int, if it is one or one of NumPy's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    return int(value)
+
+
+def _integers(name: str, values: Iterable[int]) -> list[int]:
+    try:
+        values = iter(values)
+    except TypeError:
+        raise TypeError(f"{name}: expected several ints, got {type(values).__name__}") from None
+    return [value if type(value) is int else _integer(name, value) for value in values]
+
+
+def _check_form(where: str, value: object, form: type | list | dict) -> None:
+    """Raises `ValueError` that names the first place where `value` departs from `form`.
+
+    Args:
+        form: a type; `[form]`, a list of such; `{type: form}`, a dict of such keys; `{name: form}`, a dict that has these keys.
+    """
+    kind = form if isinstance(form, type) else type(form)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+    if kind is list:
+        for i, item in enumerate(value):
+            _check_form(f"{where}[{i}]", item, form[0])
+    if kind is dict:
+        for name, inner in form.items():
+            if isinstance(name, type):
+                for key, item in value.items():
+                    _check_form(f"{where}: its key {key!r}", key, name)
+                    _check_form(f"{where}[{key!r}]", item, inner)
+            elif name not in value:
+                raise ValueError(f"{where}: it lacks {name!r}")
+            else:
+                _check_form(f"{where}[{name!r}]", value[name], inner)

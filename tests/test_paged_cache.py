@@ -4,6 +4,7 @@ import copy
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import same_bits
@@ -635,6 +636,16 @@ def test_loading_copies():
         (lambda s: s["sequences"][0].update(length=7), "2 blocks of 3 do not hold 7 tokens"),
         (lambda s: s.update(next_sequence=0), "expected an id"),
         (lambda s: s["k_means"].update({0: torch.zeros(KV_HEADS, HEAD_DIM)}), "k_mean"),
+        *((lambda s, name=name: s.pop(name), f"state: it lacks '{name}'") for name in ("planes", "k_means", "sequences", "free")),
+        (lambda s: s.pop("next_sequence"), "state: it lacks 'next_sequence'"),
+        (lambda s: s["planes"].pop("k_scale"), r"state\['planes'\]: it lacks 'k_scale'"),
+        (lambda s: s["sequences"][0].pop("length"), r"state\['sequences'\]\[0\]: it lacks 'length'"),
+        (lambda s: s.update(free=[float(block) for block in s["free"]]), r"state\['free'\]\[0\]: expected int, got float"),
+        (lambda s: s.update(free=None), r"state\['free'\]: expected list, got NoneType"),
+        (lambda s: s.update(next_sequence=1.0), r"state\['next_sequence'\]: expected int, got float"),
+        (lambda s: s["sequences"][0].update(length=True), r"\['length'\]: expected int, got bool"),
+        (lambda s: s.update(sequences={"0": s["sequences"][0]}), r"state\['sequences'\]: its key '0': expected int, got str"),
+        (lambda s: s["k_means"].update({0: [0.0]}), r"state\['k_means'\]\[0\]: expected Tensor, got list"),
     ],
 )
 def test_a_state_that_cannot_be_right_is_refused_whole(change, message):
@@ -646,6 +657,12 @@ def test_a_state_that_cannot_be_right_is_refused_whole(change, message):
     with pytest.raises(ValueError, match=message):
         cache.load_state_dict(state)
     assert bookkeeping(cache) == books and same_bits(ask(cache, seq), before)
+
+
+@pytest.mark.parametrize("state", [None, [], 3])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="state: expected dict, got"):
+        make().load_state_dict(state)
 
 
 # ----------------------------------------------------------------------------------------------------------- sizes, names, errors
@@ -683,6 +700,28 @@ def test_a_pool_that_cannot_be(changes, error, message):
         make(**changes)
 
 
+def test_a_device_that_is_not_there_or_is_none():
+    with pytest.raises(RuntimeError, match="device: cuda:99 was asked for, but"):
+        make("cuda:99")
+    with pytest.raises(TypeError, match="device"):
+        make(None)
+
+
+def test_any_iterable_of_any_integers_names_sequences():
+    cache = make()
+    first, second = np.int64(start(cache, 4)), np.int32(start(cache, 7, seed=1))
+    cache.append(first, *tokens(2))
+    cache.append((seq for seq in (first, second)), *tokens(2))
+    assert cache.seq_lens(seq for seq in (first, second)).tolist() == [7, 8]
+    assert cache.block_tables(np.array([first, second])).shape == (2, 3)
+    assert cache.observe(iter([first, second])).block_tables.shape == (2, 3)
+    assert same_bits(cache.decode(torch.ones(1, HEADS, HEAD_DIM), iter([first])), cache.decode(torch.ones(1, HEADS, HEAD_DIM), [0]))
+    cache.evict(first, np.array([0]))
+    assert cache.evict_to_budget(iter([second]), torch.zeros(NUM_BLOCKS), 2) == {1: [1]}
+    cache.free(cache.fork(first))
+    assert [type(seq) for seq in cache.sequences] == [int, int]
+
+
 def append(seqs, key=(1, KV_HEADS, HEAD_DIM), dtype=torch.float32):
     return lambda cache: cache.append(seqs, torch.zeros(key, dtype=dtype), torch.zeros(1, KV_HEADS, HEAD_DIM))
 
@@ -693,8 +732,17 @@ def append(seqs, key=(1, KV_HEADS, HEAD_DIM), dtype=torch.float32):
         (append([7]), ValueError, "seq: expected a sequence of this cache, got 7"),
         (append(1), ValueError, "got 1 .freed"),
         (append([0, 0]), ValueError, "seqs: expected one for each of the 1 tokens, got 2"),
-        (append([0.5]), TypeError, "seq: expected an int, got float"),
-        (append(True), TypeError, "seq: expected an int, got bool"),
+        (append([0.5]), TypeError, "seqs: expected an int, got float"),
+        (append(True), TypeError, "seqs: expected an int, got bool"),
+        (append(0.5), TypeError, "seqs: expected several ints, got float"),
+        (lambda cache: cache.block_tables(0), TypeError, "seqs: expected several ints, got int"),
+        (lambda cache: cache.seq_lens(0), TypeError, "seqs: expected several ints, got int"),
+        (lambda cache: cache.observe(0), TypeError, "seqs: expected several ints, got int"),
+        (lambda cache: cache.evict_to_budget(0, torch.zeros(NUM_BLOCKS), 1), TypeError, "seqs: expected several ints, got int"),
+        (lambda cache: cache.decode(torch.zeros(1, HEADS, HEAD_DIM), 0), TypeError, "seqs: expected several ints, got int"),
+        (lambda cache: cache.evict(0, 0), TypeError, "logical_blocks: expected several ints, got int"),
+        (lambda cache: cache.evict(0, ["0"]), TypeError, "logical_blocks: expected an int, got str"),
+        (lambda cache: cache.free("0"), TypeError, "seq: expected an int, got str"),
         (append(0, key=(1, KV_HEADS, 16)), ValueError, r"key: expected shape \[num_tokens, 2, 8\]"),
         (append(0, dtype=torch.float16), TypeError, "value: expected dtype torch.float16"),
         (append(0, dtype=torch.int8), TypeError, "key: expected dtype"),
