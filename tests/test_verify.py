@@ -71,7 +71,7 @@ def test_a_deleted_record_is_missing(root, capsys):
     assert f"{RECORD}: there is no such record" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"rows": []}', "[1]", "null", '{"rows": NaN}', "\x00\x01"])
+@pytest.mark.parametrize("text", ["", "{", '{"rows": []}', "[1]", "null", '{"rows": NaN}', "\x00\x01", "[" * 100_000])
 def test_a_corrupt_record_fails_in_one_line(root, text):
     (root / RECORD).write_text(text)
     assert status(root) == 1
@@ -216,7 +216,9 @@ def test_several_rows_reduce_to_one_value(root, reduce, value):
     assert found(root, "attention.cpu-test.8x512.vs_peer").value == pytest.approx(value / 500.5)
 
 
-@pytest.mark.parametrize("text", ["id: x", "- id: [", "", "- id: a\n  id: b\n  statement: two ids"])
+@pytest.mark.parametrize(
+    "text", ["id: x", "- id: [", "", "- id: a\n  id: b\n  statement: two ids", "- {? [1, 2] : 3}", "- 2026-13-01", "- !!bool x"]
+)
 def test_a_ledger_that_is_no_list_of_claims_is_one_line_and_exit_2(root, text, capsys):
     (root / "workflow/claims.yaml").write_text(text)
     assert status(root) == 2

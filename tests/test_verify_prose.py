@@ -125,6 +125,16 @@ def test_a_number_typed_into_a_report_under_results_is_found_by_verify(tmp_path,
     assert "results/cpu-test/summary.md:1" in capsys.readouterr().out
 
 
+def test_a_document_that_is_not_utf8_is_named_in_one_line(tmp_path, capsys):
+    root = project.make(tmp_path)
+    (root / "README.md").write_bytes(project.README.encode() + b"\xff")
+    assert cli.main(["verify", "--root", str(root)]) == 1
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("fails")] == ["README.md"]
+    assert cli.main(["render", "--root", str(root)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pagedkv: README.md: cannot be read") and error.count("\n") == 1
+
+
 def test_render_command_makes_readme_agree_with_the_ledger(tmp_path, capsys):
     root = project.make(tmp_path)
     (root / "README.md").write_text(project.README.replace(">125<", ">?<"))

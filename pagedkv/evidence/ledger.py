@@ -21,7 +21,7 @@ A list of claims (schema: workflow/schemas/claim.json):
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def load(root: Path) -> list[Claim]:
         raise LedgerError(f"{file}: there is no ledger") from None
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError(f"{file}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
+    except Exception as error:  # YAMLError; and PyYAML lets out whatever a value that its tag forbids (2026-13-01, !!bool x) sets off
         raise LedgerError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(entries, list):
         raise LedgerError(f"{file}: expected a list of claims, got {type(entries).__name__}")
@@ -187,6 +187,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"a key is a {type(key).__name__}", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
             seen.add(key)

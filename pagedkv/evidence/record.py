@@ -108,7 +108,7 @@ def read(path: str | Path, root: Path | None = None) -> dict:
         raise RecordError(f"{path}: cannot be read ({error})") from None
     try:
         record = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: corrupt, not JSON ({error})") from None
     validate(record, str(path), root)
     if record["provenance"]["digest"] != digest(record):

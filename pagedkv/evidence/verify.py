@@ -122,7 +122,12 @@ class Verifier:
     def prose(self) -> Iterator[Finding]:
         for path in documents(self.root):
             name = path.relative_to(self.root).as_posix()
-            for line, problem in prose.check(path.read_text(encoding="utf-8"), self.text_of):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                yield Finding(name, "fails", f"cannot be read ({error})")
+                continue
+            for line, problem in prose.check(text, self.text_of):
                 yield Finding(f"{name}:{line}", "fails", problem)
 
     def _read(self, name: str) -> tuple[dict | None, str]:
@@ -157,12 +162,16 @@ def documents(root: Path) -> list[Path]:
 
 
 def render(root: Path) -> list[str]:
-    """Fill the claim markers of every document; the names of those that changed. Raises `LedgerError` for an unknown claim."""
+    """Fill the claim markers of every document; the names of those that changed. Raises `LedgerError` for an unknown claim,
+    `RecordError` for a document that cannot be read or written."""
     verifier, changed = Verifier(root), []
     for path in documents(root):
-        name, before = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        name = path.relative_to(root).as_posix()
         try:
+            before = path.read_text(encoding="utf-8")
             after = prose.render(before, verifier.text_of)
+        except (OSError, UnicodeDecodeError) as error:
+            raise records.RecordError(f"{name}: cannot be read ({error})") from None
         except KeyError as error:
             raise ledger.LedgerError(f"{name}: a marker names {error.args[0]}, which the ledger does not have") from None
         if after != before:
