@@ -230,6 +230,14 @@ def test_a_bad_option_gets_one_line(project, option, message):
     assert "Traceback" not in done.output
 
 
+def test_a_gpu_that_is_not_there_gets_one_line(project, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = project.snakemake("--dry-run", "--config", "device=cuda")
+    assert done.returncode == 1
+    assert done.output.splitlines()[-1].startswith("error: device=cuda, but there is no GPU here that torch can use")
+    assert "Traceback" not in done.output
+
+
 def test_a_source_pattern_that_matches_nothing_is_an_error(project):
     (project.root / "pagedkv" / "beta.py").unlink()
     done = project.snakemake()

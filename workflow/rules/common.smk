@@ -64,12 +64,14 @@ def torch_has_cuda():
     return spec is not None and "+cpu" not in Path(spec.origin).with_name("version.py").read_text()
 
 
-if config["device"] != "auto":
-    DEVICES = [config["device"]]
-elif gpu_present() and torch_has_cuda():
-    DEVICES = ["cpu", "cuda"]
-else:
+if config["device"] == "cpu":
     DEVICES = ["cpu"]
+elif gpu_present() and torch_has_cuda():
+    DEVICES = ["cpu", "cuda"] if config["device"] == "auto" else ["cuda"]
+elif config["device"] == "auto":
+    DEVICES = ["cpu"]
+else:
+    stop("device=cuda, but there is no GPU here that torch can use (`pagedkv doctor` says what is missing)")
 
 
 def runs_on(experiment, device):
