@@ -190,6 +190,63 @@ def test_another_attention_than_this_one_is_noticed(plain_pytorch):
         paged(model, inputs, cache)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_is_usable_again_once_the_attention_is(layers, plain_pytorch):
+    model, inputs = tiny(num_hidden_layers=layers), prompt("none")["input_ids"]
+    cache, following = PagedCache(model, "unquantised"), inputs[:, :1]
+    with torch.inference_mode():
+        first = model(inputs, past_key_values=cache).logits
+        model.set_attn_implementation("sdpa")
+        if layers == 1:  # no second layer to see it: the next forward does
+            model(following, past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"layer 0 were not stored.*set_attn_implementation\('pagedkv'\) and repeat the forward"):
+            model(following, past_key_values=cache)
+        model.set_attn_implementation("pagedkv")
+        got = model(following, past_key_values=cache).logits
+        torch.testing.assert_close(got, model(torch.cat([inputs, following], 1)).logits[:, -1:])
+
+        model.set_attn_implementation("sdpa")
+        if layers == 1:
+            model(following, past_key_values=cache)
+        else:
+            with pytest.raises(RuntimeError, match="layer 0 were not stored"):
+                model(following, past_key_values=cache)
+        cache.reset()
+        model.set_attn_implementation("pagedkv")
+        assert torch.equal(model(inputs, past_key_values=cache).logits, first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"policy": "key_norm", "budget": -5}, ValueError, "budget: expected at least 1, got -5"),
+        ({"policy": "key_norm", "budget": 0}, ValueError, "budget: expected at least 1, got 0"),
+        ({"policy": "key_norm", "budget": 8.5}, TypeError, "budget: expected an int, got float"),
+        ({"policy": "key_norm", "budget": "x"}, TypeError, "budget: expected an int, got str"),
+        ({"watch": -1}, ValueError, "watch: expected at least 0, got -1"),
+        ({"watch": 2.5}, TypeError, "watch: expected an int, got float"),
+        ({"policy": "accumulated_attention", "budget": 8, "watch": 0}, ValueError, "watch: expected at least 1 with policy 'accumulated"),
+        ({"policy": "last_query_attention", "budget": 8, "watch": 0}, ValueError, "watch: expected at least 1 with policy 'last_query"),
+    ],
+)
+def test_budget_and_watch_are_checked_at_once(arguments, error, message):
+    model = tiny()
+    attention = model.config._attn_implementation
+    with pytest.raises(error, match=message):
+        PagedCache(model, **arguments)
+    assert model.config._attn_implementation == attention, "a cache that was not made leaves the model as it was"
+
+
+def test_its_sizes_are_those_that_transformers_asks_for(plain_pytorch):
+    model = tiny()
+    cache = PagedCache(model)
+    assert (cache.max_batch_size, cache.max_cache_len) == (-1, -1), "any batch until there is a prompt; it grows"
+    model(**prompt("none"), past_key_values=cache)
+    assert cache.max_batch_size == 3
+    cache.reset()
+    assert cache.max_batch_size == -1
+
+
 def test_the_library_does_not_need_transformers():
     code = "import sys; sys.modules['transformers'] = None; import pagedkv, pagedkv.model_cache, pagedkv.integrations"
     subprocess.run([sys.executable, "-c", code], check=True)

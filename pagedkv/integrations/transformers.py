@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from pagedkv.block_mass import BlockMass
 from pagedkv.model_cache import ModelKVCache, Step
+from pagedkv.ops import checks
 from pagedkv.ops.eviction import select_eviction_candidates
 from pagedkv.policies import Observation, Policy
 from pagedkv.policies import policy as find_policy
@@ -43,7 +44,8 @@ class PagedCache(Cache):
         block_size: tokens of a block, 1 to 256.
         num_blocks: of the pool, in each layer. None: it grows.
         policy: of `pagedkv.policies`, or its name: what scores blocks. The lowest goes first. With `budget`.
-        budget: tokens. A sequence that holds more loses full blocks after each step, never its first nor last. The prompt is read whole.
+        budget: tokens that a sequence may keep, 1 or more. One that holds more loses full blocks after each step, never its first nor last:
+            these two stay whatever the budget. The prompt is read whole.
         watch: the last so many tokens of the prompt, and every later token, add to `mass` what the decode kernel says they attended to. 0:
             nothing is watched. Default: 32 with a policy that needs it, else 0.
         evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
@@ -56,8 +58,10 @@ class PagedCache(Cache):
     Raises:
         NotImplementedError: soft-capped logits and attention sinks (in the prompt, SDPA has neither), and taking tokens back (`crop`, which
             assisted generation needs).
+        TypeError, ValueError: `budget` or `watch` is not a number as above, or a policy needs `mass` and `watch` is 0.
         ValueError: another batch size than that of the prompt.
         KVCacheFull: `num_blocks` do not suffice.
+        RuntimeError: the model's attention was set to another, so that K and V were not stored.
     """
 
     def __init__(
@@ -74,6 +78,11 @@ class PagedCache(Cache):
     ):
         if (policy is None) != (budget is None):
             raise ValueError(f"budget: expected {'None without' if policy is None else 'a number of tokens with'} a policy, got {budget}")
+        for name, value, least in (("budget", budget, 1), ("watch", watch, 0)):
+            if value is not None:
+                checks.integer(name, value)
+                if value < least:
+                    raise ValueError(f"{name}: expected at least {least}, got {value}")
         config = model.config.get_text_config(decoder=True)
         super().__init__(layers=[PagedLayer(self, i) for i in range(config.num_hidden_layers)])
         self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
@@ -81,8 +90,10 @@ class PagedCache(Cache):
         self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
         self.policy = None if policy is None else find_policy(policy)
         self.budget, self.evict_by_layer = budget, evict_by_layer
-        needed = () if self.policy is None else self.policy.needs
-        self.watch = (_WATCH if "block_mass" in needed or "total_mass" in needed else 0) if watch is None else watch
+        needs_mass = self.policy is not None and not {"block_mass", "total_mass"}.isdisjoint(self.policy.needs)
+        if needs_mass and watch == 0:
+            raise ValueError(f"watch: expected at least 1 with policy {self.policy.name!r}, which needs attention mass, got 0")
+        self.watch = (_WATCH if needs_mass else 0) if watch is None else watch
         self.mass = [BlockMass() for _ in range(len(self.layers) if evict_by_layer else 1)]  # of each table
         self._kv: ModelKVCache | None = None
         self._step: Step | None = None
@@ -227,6 +238,8 @@ class PagedCache(Cache):
         for seq in self.seqs:
             self.kv.free(seq)
         self.seqs, self.positions, self._step = [], 0, None
+        for layer in self.layers:
+            layer.handed_out = False
         self.mass = [BlockMass() for _ in self.mass]
 
     def crop(self, *_) -> None:
@@ -238,18 +251,21 @@ class PagedLayer(CacheLayerMixin):
 
     is_compileable = False
     is_sliding = False  # every layer keeps every token
+    max_cache_len = -1  # it grows
 
     def __init__(self, cache: PagedCache, index: int):
         super().__init__()
         self.cache, self.index = cache, index
         self.is_initialized = True
-        self.handed_out = False
+        self.handed_out = False  # K and V have yet to reach the attention function
 
     def update(self, key_states: Tensor, value_states: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        if self.handed_out:
+        before = self.cache.layers[self.index - 1]  # a model's only layer: itself, in the forward before
+        if before.handed_out:
+            before.handed_out = False
             raise RuntimeError(
-                f"K and V of layer {self.index} were not stored: the model's attention is no longer {ATTENTION!r}; "
-                f"model.set_attn_implementation({ATTENTION!r})"
+                f"K and V of layer {before.index} were not stored: the model's attention is no longer {ATTENTION!r}; "
+                f"call model.set_attn_implementation({ATTENTION!r}) and repeat the forward that lost them"
             )
         self.handed_out = True
         setattr(key_states, _HOLDER, self)
@@ -271,6 +287,11 @@ class PagedLayer(CacheLayerMixin):
         if self.index == len(self.cache.layers) - 1:
             self.cache.finish(query.shape[2])
         return out
+
+    @property
+    def max_batch_size(self) -> int:
+        """That of the prompt; -1 before there is one: any."""
+        return len(self.cache.seqs) or -1
 
     def get_seq_length(self) -> int:
         return self.cache.positions
