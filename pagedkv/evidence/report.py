@@ -110,7 +110,7 @@ def claims(sources: Sequence[Source], root: Path) -> list[dict]:
                 "value": value,
                 "expected": ledger.bounds_text(found.expect),
                 "goal": goal,
-                "reason": found.reason or (found.tried if found.goal_met is False else "") or "",
+                "reason": found.reason or found.tried,
             }
         )
     return rows

@@ -38,7 +38,7 @@ class Finding:
     expect: dict | None = None
     goal: dict | None = None
     goal_met: bool | None = None
-    tried: str | None = None
+    tried: str = ""  # for a goal that is missed
     rule: str | None = None
     evidence: dict | None = None
     format: str | None = None
@@ -60,8 +60,9 @@ class Verifier:
     def claim(self, claim: ledger.Claim) -> Finding:
         status, reason, value = self._judge(claim)
         goal_met = ledger.meets(value, claim.goal) if claim.goal and value is not None else None
-        same = {name: getattr(claim, name) for name in ("id", "unit", "expect", "goal", "tried", "rule", "evidence", "format")}
-        return Finding(status=status, reason=reason, value=value, goal_met=goal_met, is_claim=True, **same)
+        tried = (claim.tried or "") if goal_met is False else ""
+        same = {name: getattr(claim, name) for name in ("id", "unit", "expect", "goal", "rule", "evidence", "format")}
+        return Finding(status=status, reason=reason, value=value, goal_met=goal_met, tried=tried, is_claim=True, **same)
 
     def text_of(self, claim_id: str) -> str:
         """A claim's value as prose spells it. Raises `KeyError` for an id that the ledger lacks."""
@@ -204,7 +205,7 @@ def as_text(findings: list[Finding]) -> str:
         lines += ["", "Goals not met:"]
     for f in unmet:
         lines.append(f"  {f.id:<{width}}  {_amount(f)}, goal {ledger.bounds_text(f.goal)}: {ledger.distance(f.value, f.goal)}")
-        lines += textwrap.wrap(f.tried or "", 130, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(f.tried, 130, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 

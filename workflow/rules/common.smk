@@ -64,14 +64,10 @@ def torch_has_cuda():
     return spec is not None and "+cpu" not in Path(spec.origin).with_name("version.py").read_text()
 
 
-if config["device"] == "cpu":
-    DEVICES = ["cpu"]
-elif gpu_present() and torch_has_cuda():
-    DEVICES = ["cpu", "cuda"] if config["device"] == "auto" else ["cuda"]
-elif config["device"] == "auto":
-    DEVICES = ["cpu"]
-else:
+usable_gpu = config["device"] != "cpu" and gpu_present() and torch_has_cuda()
+if config["device"] == "cuda" and not usable_gpu:
     stop("device=cuda, but there is no GPU here that torch can use (`pagedkv doctor` says what is missing)")
+DEVICES = [config["device"]] if config["device"] != "auto" else ["cpu", "cuda"] if usable_gpu else ["cpu"]
 
 
 def runs_on(experiment, device):
