@@ -2,7 +2,8 @@
 //
 // Logits are in base 2 (natural logits times log2 e). A state over a set of tokens is the reference m (at
 // least the largest logit seen, up to a bounded slack) and l = sum of 2^(logit - m). The empty set is
-// {-inf, 0} and merges as the neutral element; no difference of two infinities is ever taken.
+// {-inf, 0} and merges as the neutral element. A sink of +inf is {+inf, 1}: next to it all finite states weigh nothing. No
+// difference of two infinities is ever taken.
 // Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
@@ -30,12 +31,13 @@ struct SoftmaxState {
 };
 
 // 2^(from - to): what an amount counted relative to `from` is worth relative to `to >= from`.
-// 0 for the empty state, whatever `to` is; NaN stays NaN.
+// 0 for the empty state, whatever `to` is; NaN from inf to inf, which no finite tokens come to.
 PAGEDKV_HD float rescale(float from, float to) { return from == -INFINITY ? 0.f : exp2f(from - to); }
 
 PAGEDKV_HD SoftmaxState merge(SoftmaxState a, SoftmaxState b) {
   const float m = fmaxf(a.m, b.m);
-  return {m, a.l * rescale(a.m, m) + b.l * rescale(b.m, m)};
+  const auto relative_to_m = [m](SoftmaxState s) { return s.m == m ? s.l : s.l * rescale(s.m, m); };
+  return {m, relative_to_m(a) + relative_to_m(b)};
 }
 
 // 2^(x log2 e - m): the weight of a natural logit x relative to the reference m. A logit of 40 rounded to base 2 would cost a

@@ -76,6 +76,21 @@ def test_sinks(device, cache):
     torch.testing.assert_close(case.run()[:, 0], without[:, 0])
 
 
+@pytest.mark.parametrize("cache", ["block_head", "token_head", "float32"])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_a_sink_of_infinity_takes_all_the_weight(device, cache, bad):
+    """Also over several splits; only what is bad of itself is NaN, and block mass knows no sinks."""
+    case = decode(device, cache=cache, lengths=(1100, 20, 0, 5), sinks=torch.tensor([math.inf, 0.0, math.nan, math.inf]))
+    if bad is not None:  # logits of sequence 1: NaN, or +inf and -inf by the signs of q
+        (case.k_cache if case.k_scale is None else case.k_scale)[case.block_tables[1, 0]] = bad
+    case.seq_lens[3] = -1
+    out, lse, mass = case.run(return_lse=True, return_block_mass=True)
+    exact_out, exact_lse, exact_mass = case.exact()
+    assert torch.all(out[0, [0, 3]] == 0) and torch.all(lse[0, [0, 3]] == math.inf) and mass[0].sum().item() == pytest.approx(1)
+    for result, exact in ((out, exact_out), (lse, exact_lse), (mass[[0, 2, 3]], exact_mass[[0, 2, 3]])):
+        torch.testing.assert_close(result.double().cpu(), torch.from_numpy(exact), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("cache", ["block_head", "token_head", "bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_window_cap_and_sinks_together(device, cache, dtype):
@@ -335,6 +350,7 @@ def test_merge_matches_its_reference(device, dtype, layout):
         states += [in_layout(torch.randn(9, 3, 24, generator=rng).to(device, dtype), layout), in_layout(lse.to(device), layout)]
     states[1][3], states[3][4] = -math.inf, -math.inf
     states[0][3] = math.nan  # an empty state's out is ignored
+    states[1][5:7], states[3][6], states[3][7] = math.inf, math.inf, math.inf  # in one, in both, in the other
     out, lse = pagedkv.merge_attention_states(*states)
     exact_out, exact_lse = reference.merge_attention_states(*states)
     eps = torch.finfo(dtype).eps
@@ -342,6 +358,19 @@ def test_merge_matches_its_reference(device, dtype, layout):
     torch.testing.assert_close(lse.double().cpu(), torch.from_numpy(exact_lse), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.all(out[0] == 0) and torch.all(lse[0] == -math.inf)
     assert same_bits(out[3], states[2][3].contiguous()) and same_bits(lse[3], states[3][3].contiguous())
+    assert same_bits(out[5], states[0][5].contiguous()) and torch.all(lse[5:8] == math.inf)
+    torch.testing.assert_close(out[6].double(), (states[0][6].double() + states[2][6].double()) / 2, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("sink", [math.inf, 1e38, -math.inf])
+def test_merged_halves_with_a_sink_at_the_end_of_the_range(device, sink):
+    head, tail = decode(device, lengths=(20,), sinks=torch.full((4,), sink)), decode(device, lengths=(20,), seed=1)
+    state = tail.run(return_lse=True)
+    out, lse = pagedkv.merge_attention_states(*head.run(return_lse=True), *state)
+    if sink > 0:
+        assert torch.all(out == 0) and torch.all(lse == sink)
+    else:
+        assert torch.all(out.isfinite()) and torch.all(lse > state[1])
 
 
 def test_merge_commutes_and_takes_nothing(device):
@@ -390,11 +419,11 @@ def test_any_call_within_the_contract(device, data, cache, dtype, layout, seed):
     st.sampled_from(DTYPES),
     st.sampled_from(LAYOUTS),
     st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 32)),
-    st.lists(st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([-math.inf, math.nan])), max_size=12),
+    st.lists(st.one_of(st.floats(-1e4, 1e4, width=32), st.sampled_from([-math.inf, math.inf, math.nan])), max_size=12),
     st.integers(0, 2**32),
 )
 def test_any_merge_within_the_contract(device, dtype, layout, shape, values, seed):
-    """Arbitrary lse, empty states and NaN among them, whose outputs hold NaN."""
+    """Arbitrary lse, inf and NaN and empty states among them; the outputs of the empty hold NaN."""
     rng = torch.Generator().manual_seed(seed)
     num_seqs, heads, eighths = shape
     states = []

@@ -15,9 +15,9 @@ void merge_heads(const MergeParams& p) {
       const int64_t seq = i / p.num_heads, head = i % p.num_heads;
       const float lse_a = p.lse_a[seq * p.lse_a_stride + head], lse_b = p.lse_b[seq * p.lse_b_stride + head];
       const float top = std::fmax(lse_a, lse_b);
-      // The empty state weighs nothing, whatever its output holds; exp(-inf - -inf) would be NaN.
-      const float weight_a = lse_a == -INFINITY ? 0.0f : std::exp(lse_a - top);
-      const float weight_b = lse_b == -INFINITY ? 0.0f : std::exp(lse_b - top);
+      // The empty state weighs nothing, whatever its output holds. No difference of two infinities is taken.
+      const auto weight_of = [top](float lse) { return lse == -INFINITY ? 0.0f : lse == top ? 1.0f : std::exp(lse - top); };
+      const float weight_a = weight_of(lse_a), weight_b = weight_of(lse_b);
       const float total = weight_a + weight_b;
       p.lse[i] = total == 0.0f ? -INFINITY : top + std::log(total);
 

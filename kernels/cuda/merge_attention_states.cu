@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // exp(from - to) for an lse `from` and the larger one `to`: 0 for the empty state; no difference of two infinities is taken.
-__device__ __forceinline__ float weight_of(float from, float to) { return from == -INFINITY ? 0.f : expf(from - to); }
+__device__ __forceinline__ float weight_of(float from, float to) { return from == -INFINITY ? 0.f : from == to ? 1.f : expf(from - to); }
 
 // A thread takes up to eight elements of a row: a unit, or what is left of the row where it is no multiple of eight.
 template <class T, bool kAligned>

@@ -46,7 +46,7 @@ def quant_paged_attention(
         sliding_window: attend to the last so many tokens only. Blocks wholly before them are not read.
         logits_soft_cap: replace each logit by `cap * tanh(logit / cap)` (Gemma 2).
         sinks: float32 `[num_heads]`, a logit per head that joins the softmax denominator and has no value (GPT-OSS);
-            neither scaled nor capped.
+            neither scaled nor capped. inf takes all the weight: the output is 0, `lse` inf.
         return_lse: also return `lse`, the natural log of the softmax denominator, sink included.
         return_block_mass: also return `block_mass`, the softmax mass of each logical block over the tokens attended to
             (sinks left out), averaged over query heads.
@@ -137,7 +137,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
 
     `lse = log(exp(lse_a) + exp(lse_b))` and `out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b`, in float32. States
     form a commutative monoid (up to rounding); the empty one has `lse` -inf, and its `out` is ignored. Two empty states
-    give zeros and -inf. (Ye et al., "FlashInfer", 2025, section 3.)
+    give zeros and -inf. An `lse` of inf (a sink of inf) outweighs every finite one, and two of them weigh the same. (Ye et al.,
+    "FlashInfer", 2025, section 3.)
 
     Args:
         out_a, out_b: float16, bfloat16 or float32 `[num_seqs, num_heads, head_dim]`, of one dtype.

@@ -118,8 +118,8 @@ def _gather(cache: Tensor, scale: Tensor | None, block_ids: Tensor) -> Tensor:
 
 def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
     largest = torch.maximum(lse_a, lse_b)
-    shift = torch.where(largest == -math.inf, 0.0, largest)
-    weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+    # No difference of two infinities; what weights two empty states get is left out below.
+    weight_a, weight_b = (torch.where(lse == largest, 1.0, torch.exp(lse - largest)) for lse in (lse_a, lse_b))
     total = weight_a + weight_b
     parts = (
         torch.where(lse == -math.inf, 0.0, weight / total)[..., None] * torch.where((lse == -math.inf)[..., None], 0.0, out.float())

@@ -124,7 +124,8 @@ def _attention(
                 block_mass[s, t // block_size] += weight / total / num_heads
             if sinks is not None:
                 without = lse[s, h]
-                lse[s, h] = np.logaddexp(without, float(exact(sinks)[h]))
+                with np.errstate(invalid="ignore"):
+                    lse[s, h] = np.logaddexp(without, float(exact(sinks)[h]))
                 out[s, h] *= math.exp(without - lse[s, h])
 
     asked = [rotate(out) if rotated else out]
@@ -143,7 +144,9 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b):
         for h in range(out.shape[1]):
             with np.errstate(invalid="ignore"):
                 lse[s, h] = np.logaddexp(lse_a[s, h], lse_b[s, h])
-            for part, part_lse in ((out_a[s, h], lse_a[s, h]), (out_b[s, h], lse_b[s, h])):
-                if part_lse != -np.inf:  # the empty state: whatever its out holds
-                    out[s, h] += math.exp(part_lse - lse[s, h]) * part
+            largest = np.maximum(lse_a[s, h], lse_b[s, h])
+            parts = [(x[s, h], y[s, h]) for x, y in ((out_a, lse_a), (out_b, lse_b)) if y[s, h] != -np.inf]  # empty: whatever its out holds
+            weights = [1 if part_lse == largest else math.exp(part_lse - largest) for _, part_lse in parts]
+            for (part, _), weight in zip(parts, weights, strict=True):
+                out[s, h] += weight / sum(weights) * part
     return out, lse

@@ -65,7 +65,7 @@ struct Partials {
 // that is computed from it is NaN.
 constexpr SoftmaxState kBadState{std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()};
 
-__device__ inline bool is_bad(SoftmaxState s) { return s.m == INFINITY; }
+__device__ inline bool is_bad(SoftmaxState s) { return s.m == INFINITY && isnan(s.l); }  // with l = 1 it is a sink of +inf
 
 // The factor that turns an unnormalised output into the output, and the natural-log denominator. A sink is
 // one more logit in the denominator, but not for a sequence without tokens: its output is 0, its lse -inf.
