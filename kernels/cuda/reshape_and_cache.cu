@@ -36,7 +36,7 @@ struct Write {
   const int64_t* slots;
   int64_t num_tokens, num_slots;
   int block_size, num_kv_heads, head_dim;
-  int span;     // tokens whose leaders a CTA looks for when the winners are in the workspace
+  int span;     // tokens whose leaders a warp looks for when the winners are in the workspace
   int* winner;  // [num_slots]: the last token of the call for the slot, or -1
   int* first;   // [num_blocks]: the lowest offset that the call writes
   unsigned* covered;  // [num_blocks][2 * num_kv_heads]: bits of the largest magnitude among tokens that are not winners
@@ -59,25 +59,24 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Clears what belongs to the blocks that are written: a run of tokens of one block leaves it to its first.
+// Clears what belongs to the blocks that are written: a run of tokens of one block leaves it to its first, and that one to its warp.
 template <bool kTokenHead>
 __global__ void __launch_bounds__(kThreads) clear_winners(const __grid_constant__ Write w) {
   let_next_kernel_start();
   const int64_t token = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (token >= w.num_tokens) return;
-  const int64_t slot = w.slots[token];
-  if (!in_pool(w, slot)) return;
+  const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
   if constexpr (kTokenHead) {
-    w.winner[slot] = -1;
+    if (in_pool(w, slot)) w.winner[slot] = -1;
   } else {
-    const int64_t block = divide(slot, w.block_size).quotient;
-    if (token > 0) {
-      const int64_t before = w.slots[token - 1];
-      if (in_pool(w, before) && divide(before, w.block_size).quotient == block) return;
+    const int lane = threadIdx.x % 32;
+    const int64_t block = in_pool(w, slot) ? divide(slot, w.block_size).quotient : -1;
+    const int64_t before = __shfl_up_sync(~0u, block, 1);
+    for (unsigned rest = __ballot_sync(~0u, block >= 0 && (lane == 0 || before != block)); rest != 0; rest &= rest - 1) {
+      const int64_t cleared = __shfl_sync(~0u, block, __ffs(rest) - 1);
+      if (lane == 0) w.first[cleared] = INT_MAX;
+      for (int item = lane; item < 2 * w.num_kv_heads; item += 32) w.covered[cleared * 2 * w.num_kv_heads + item] = 0;
+      for (int offset = lane; offset < w.block_size; offset += 32) w.winner[cleared * w.block_size + offset] = -1;
     }
-    w.first[block] = INT_MAX;
-    for (int item = 0; item < 2 * w.num_kv_heads; ++item) w.covered[block * 2 * w.num_kv_heads + item] = 0;
-    for (int offset = 0; offset < w.block_size; ++offset) w.winner[block * w.block_size + offset] = -1;
   }
 }
 
@@ -108,12 +107,14 @@ __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_c
   const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
   wait_for_kernel_before();
   int loser = -1;
-  Quotient at{0, 0};
+  const Quotient at = in_pool(w, slot) ? divide(slot, w.block_size) : Quotient{-1, 0};
+  const int64_t block_before = __shfl_up_sync(~0u, at.quotient, 1);
+  const int offset_before = __shfl_up_sync(~0u, at.remainder, 1);
   if (in_pool(w, slot)) {
-    at = divide(slot, w.block_size);
     const int other = atomicMax(w.winner + slot, static_cast<int>(token));
     loser = min(other, static_cast<int>(token));
-    atomicMin(w.first + at.quotient, at.remainder);
+    const bool lower_before = threadIdx.x % 32 > 0 && block_before == at.quotient && offset_before < at.remainder;
+    if (!lower_before) atomicMin(w.first + at.quotient, at.remainder);
   }
   for (unsigned rest = __ballot_sync(~0u, loser >= 0); rest != 0; rest &= rest - 1) {
     const int source = __ffs(rest) - 1;
@@ -132,11 +133,10 @@ __global__ void __launch_bounds__(kThreads) claim_slots_of_blocks(const __grid_c
 // The warp, as a number that the compiler knows to be the same in all its lanes, so that it trusts them to stay together.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-// A warp writes the call's tokens of one block and head. winner: [block_size], in shared memory. covered: a
-// magnitude that the scale has to cover besides.
-template <class T, bool kAligned, bool kRotated>
+// A warp writes the call's tokens of one block and head. kHeld: units that a lane keeps in registers between finding the scale and
+// encoding. winner: [block_size]. covered: a magnitude that the scale has to cover besides.
+template <class T, bool kAligned, bool kRotated, int kHeld>
 __device__ __forceinline__ void write_block_head(const Write& w, const Plane& plane, int64_t block, int head, const int* winner, float covered) {
-  constexpr int kHeld = 8;  // units a lane keeps in registers between finding the scale and encoding
   const int lane = threadIdx.x % 32;
   const T* source = static_cast<const T*>(plane.source) + head * plane.source_stride_head;
   int8_t* cache = plane.cache + block * plane.stride_block + head * plane.stride_head;
@@ -262,44 +262,105 @@ __global__ void __launch_bounds__(kThreads) write_blocks_scanning(const __grid_c
     const int head = is_value ? item - w.num_kv_heads : item;
     float covered = 0.f;
     for (int i = 0; i < num_losers; ++i) covered = max_magnitude(covered, row_max_abs<T, kAligned, kRotated>(w, w.planes[is_value], losers[i], head));
-    write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], at.quotient, head, winner, covered);
+    write_block_head<T, kAligned, kRotated, 8>(w, w.planes[is_value], at.quotient, head, winner, covered);
   }
 }
 
-// A CTA for w.span consecutive tokens: it writes the blocks that they lead.
+// What a prompt is made of: blocks that consecutive tokens fill from end to end. A warp holds one for one (K or V, head), whole rows
+// at a time.
 template <class T, bool kAligned, bool kRotated>
-__global__ void __launch_bounds__(kThreads) write_blocks(const __grid_constant__ Write w) {
-  __shared__ int64_t led[kMaxSpan];
-  __shared__ int num_led;
-  if (threadIdx.x < 32) {
-    const int64_t token = int64_t{blockIdx.x} * w.span + threadIdx.x;
-    const int64_t slot = threadIdx.x < w.span && token < w.num_tokens ? w.slots[token] : -1;
-    wait_for_kernel_before();
-    bool leads = false;
-    int64_t block = 0;
-    if (in_pool(w, slot)) {
-      const Quotient at = divide(slot, w.block_size);
-      block = at.quotient;
-      leads = w.first[block] == at.remainder && w.winner[slot] == static_cast<int>(token);
-    }
-    const unsigned leaders = __ballot_sync(~0u, leads);
-    if (leads) led[__popc(leaders & ((1u << threadIdx.x) - 1))] = block;
-    if (threadIdx.x == 0) num_led = __popc(leaders);
+struct WholeBlock {
+  static constexpr int kHeld = 8;
+  Unit<T> raw[kHeld];
+  int parts, rows, times;  // units of a row, rows that the warp takes at once, how often
+
+  __device__ __forceinline__ explicit WholeBlock(const Write& w) : parts(w.head_dim / kUnit), rows(0), times(0) {
+    if (parts > 32 || (parts & (parts - 1)) != 0) return;
+    const int shift = __ffs(parts) - 1;
+    if (const int units = w.block_size << shift; units % 32 == 0 && units <= 32 * kHeld) rows = 32 >> shift, times = units / 32;
   }
-  __shared__ int winner[kMaxBlockSize];
-  __syncthreads();
-  const int per_block = 2 * w.num_kv_heads;
-  const int blocks = __shfl_sync(~0u, num_led, 0);  // as in warp_index
-  for (int i = 0; i < blocks; ++i) {
-    const int64_t block = led[i];
-    if (i > 0) __syncthreads();
-    for (int offset = threadIdx.x; offset < w.block_size; offset += kThreads) winner[offset] = w.winner[block * w.block_size + offset];
-    __syncthreads();
-    for (int item = warp_index(); item < per_block; item += kWarps) {
-      const bool is_value = item >= w.num_kv_heads;
-      write_block_head<T, kAligned, kRotated>(w, w.planes[is_value], block, is_value ? item - w.num_kv_heads : item, winner,
-                                              __uint_as_float(w.covered[block * per_block + item]));
+  __device__ __forceinline__ bool fits() const { return times > 0; }
+  __device__ __forceinline__ int row() const { return threadIdx.x % 32 >> (__ffs(parts) - 1); }
+  __device__ __forceinline__ int column() const { return (threadIdx.x & (parts - 1)) * kUnit; }
+
+  // first: the first of its tokens.
+  __device__ __forceinline__ void load(const Plane& plane, int64_t first, int head) {
+    const T* source = static_cast<const T*>(plane.source) + (first + row()) * plane.source_stride_token + head * plane.source_stride_head + column();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      raw[i] = {};
+      if (i < times) raw[i] = load_unit<kAligned>(source + i * rows * plane.source_stride_token);
     }
+  }
+
+  // covered: as in write_block_head.
+  __device__ __forceinline__ void write(const Write& w, const Plane& plane, int64_t block, int head, float covered) const {
+    Held<kRotated, T> held[kHeld];
+    float max_abs = covered;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      held[i] = hold<kRotated>(raw[i], w.head_dim);
+      max_abs = max_magnitude(max_abs, held[i]);
+    }
+    float scale = scale_for(group_max_magnitude(max_abs));
+    if (scale == 0.f) scale = 1.f;
+    if (threadIdx.x % 32 == 0) plane.scale[block * plane.scale_stride_block + head * plane.scale_stride_head] = scale;
+    const Encoder encode(scale);
+    int8_t* cache = plane.cache + block * plane.stride_block + row() * plane.stride_token + head * plane.stride_head + column();
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (i >= times) continue;
+      float x[kUnit];
+      to_floats(held[i], x);
+      store_unit<kAligned>(cache + i * rows * plane.stride_token, encode(x));
+    }
+  }
+};
+
+// A warp for w.span consecutive tokens and one (K or V, head): it writes its part of the blocks that they lead. 32 warps on an SM are
+// as many as registers allow where a lane holds eight units of two bytes.
+template <class T, bool kAligned, bool kRotated>
+__global__ void __launch_bounds__(kThreads, kRotated || sizeof(T) > 2 ? 2 : 4) write_blocks(const __grid_constant__ Write w) {
+  const int item = static_cast<int>(blockIdx.y) * kWarps + warp_index(), per_block = 2 * w.num_kv_heads;
+  if (item >= per_block) return;
+  const bool is_value = item >= w.num_kv_heads;
+  const int head = is_value ? item - w.num_kv_heads : item;
+  const Plane& plane = w.planes[is_value];
+  const int lane = threadIdx.x % 32;
+  const int64_t first = int64_t{blockIdx.x} * w.span, token = first + lane;
+  const int64_t slot = token < w.num_tokens ? w.slots[token] : -1;
+  const bool in_span = lane < w.span && in_pool(w, slot);
+  const Quotient at = in_span ? divide(slot, w.block_size) : Quotient{0, 0};
+
+  // A token at the start of a block, with its neighbour next to it: the rest probably follows, so it is loaded before the winners are
+  // known.
+  const int64_t next = __shfl_down_sync(~0u, slot, 1);
+  const bool starts = in_span && at.remainder == 0 && (w.block_size == 1 || next == slot + 1) && token + w.block_size <= w.num_tokens;
+  WholeBlock<T, kAligned, kRotated> whole(w);
+  const int guess = __ffs(whole.fits() ? __ballot_sync(~0u, starts) : 0) - 1;
+  if (guess >= 0) whole.load(plane, first + guess, head);
+
+  wait_for_kernel_before();
+  const int lowest = in_span ? w.first[at.quotient] : -1, winner = in_span ? w.winner[slot] : -1;
+  const auto covered = [&](int64_t block) { return __uint_as_float(w.covered[block * per_block + item]); };
+  const int64_t block = __shfl_sync(~0u, at.quotient, max(guess, 0));
+  float max_abs = 0.f;
+  bool is_whole = guess >= 0;
+  if (guess >= 0) {
+    max_abs = covered(block);
+#pragma unroll 1
+    for (int offset = lane; offset < w.block_size; offset += 32) {
+      is_whole &= w.winner[block * w.block_size + offset] == static_cast<int>(first) + guess + offset;
+    }
+  }
+  unsigned leaders = __ballot_sync(~0u, in_span && lowest == at.remainder && winner == static_cast<int>(token));
+  if (__all_sync(~0u, is_whole)) {
+    whole.write(w, plane, block, head, max_abs);
+    leaders &= ~(1u << guess);
+  }
+  for (; leaders != 0; leaders &= leaders - 1) {
+    const int64_t led = __shfl_sync(~0u, at.quotient, __ffs(leaders) - 1);
+    write_block_head<T, kAligned, kRotated, 2>(w, plane, led, head, w.winner + led * w.block_size, covered(led));
   }
 }
 
@@ -427,7 +488,7 @@ __global__ void __launch_bounds__(kCta) write_tokens(const __grid_constant__ Wri
 
 // A kernel after another of the same call; see wait_for_kernel_before. Code built for an older architecture does not wait there, so
 // it must not be overlapped, whatever runs it.
-void launch_after(void (*kernel)(Write), unsigned ctas, int threads, cudaStream_t stream, const Write& w) {
+void launch_after(void (*kernel)(Write), dim3 ctas, int threads, cudaStream_t stream, const Write& w) {
   static const bool overlaps = [] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, claim_slots), "cudaFuncGetAttributes");
@@ -443,16 +504,15 @@ void launch_after(void (*kernel)(Write), unsigned ctas, int threads, cudaStream_
 
 template <class T, bool kAligned, bool kRotated>
 void launch_blocks(const Write& w, cudaStream_t stream) {
+  const unsigned spread = static_cast<unsigned>((2 * w.num_kv_heads + kWarps - 1) / kWarps);  // CTAs with a warp for each head
   if (w.num_tokens <= kScanTokens) {
-    // Few tokens leave SMs idle: the heads of a block are spread over several CTAs then.
-    const unsigned spread = static_cast<unsigned>((2 * w.num_kv_heads + kWarps - 1) / kWarps);
-    write_blocks_scanning<T, kAligned, kRotated><<<dim3(static_cast<unsigned>(w.num_tokens), w.num_tokens <= 256 ? spread : 1), kThreads, 0, stream>>>(w);
+    write_blocks_scanning<T, kAligned, kRotated><<<dim3(static_cast<unsigned>(w.num_tokens), spread), kThreads, 0, stream>>>(w);
     return;
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
   launch_after(claim_slots_of_blocks<T, kAligned, kRotated>, grid, kThreads, stream, w);
-  launch_after(write_blocks<T, kAligned, kRotated>, grid_for(w.num_tokens, w.span, kMaxCtas), kThreads, stream, w);
+  launch_after(write_blocks<T, kAligned, kRotated>, dim3(grid_for(w.num_tokens, w.span, kMaxCtas), spread), kThreads, stream, w);
 }
 
 // kUnits: at least those of a row.
