@@ -5,6 +5,7 @@ import torch
 from cases import decode, same_bits
 from test_arguments import OPS, valid
 from test_eviction import statistics
+from torch.autograd import forward_ad
 
 import pagedkv
 from pagedkv.ops import build
@@ -138,20 +139,70 @@ def test_a_decode_step_compiles_as_a_whole(device):
     assert all(same_bits(a, b) for a, b in zip(plain[:3], compiled[:3], strict=True)), "the cache was not mutated alike"
 
 
-WITHOUT_FLOAT_RESULTS = {"select_eviction_candidates", "select_per_sequence", "reshape_and_cache", "accumulate_block_mass"}
+INTEGER_RESULTS = {"select_eviction_candidates", "select_per_sequence", "accumulate_block_mass"}
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - WITHOUT_FLOAT_RESULTS))
-def test_a_backward_pass_raises(op):
-    """torch alone would warn, and train on with gradients missing."""
+def differentiable(op: str) -> dict:
     arguments = {k: v.requires_grad_() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in valid(op).items()}
-    results = getattr(pagedkv, op)(**arguments)
-    first = next(r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad)
-    with pytest.raises(NotImplementedError, match=f"^pagedkv.{op} has no gradient"):
-        first.sum().backward()
+    if op == "reshape_and_cache":  # torch itself refuses to write to a leaf that requires a gradient
+        arguments |= {name: arguments[name].detach() for name in ("k_scale", "v_scale")}
+    return arguments
+
+
+def results_of(op: str, compiled: bool, arguments: dict) -> list[torch.Tensor]:
+    """What an op returns or writes."""
+    call = torch.compile(getattr(pagedkv, op), fullgraph=True, backend="aot_eager") if compiled else getattr(pagedkv, op)
+    results = call(**arguments)
+    if results is None:
+        results = (arguments["total"],) if op == "accumulate_block_mass" else (arguments["k_scale"], arguments["v_scale"])
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+@pytest.mark.parametrize("op", sorted(set(OPS) - INTEGER_RESULTS))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_backward_pass_raises(device, op, compiled):
+    """torch alone would warn at most, and train on with gradients missing."""
+    arguments = {
+        k: v.detach().to(device).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+        for k, v in differentiable(op).items()
+    }
+    marked = [r for r in results_of(op, compiled, arguments) if r.is_floating_point() and r.numel() > 0]
+    assert marked
+    for result in marked:
+        with pytest.raises(NotImplementedError, match=f"^pagedkv.{op} has no gradient"):
+            result.sum().backward(retain_graph=True)
     with torch.no_grad():
-        results = getattr(pagedkv, op)(**arguments)
-    assert not any(r.requires_grad for r in (results if isinstance(results, tuple) else (results,)))
+        assert not any(r.requires_grad for r in results_of(op, compiled, {k: getattr(v, "data", v) for k, v in arguments.items()}))
+
+
+@pytest.mark.parametrize("op", sorted(INTEGER_RESULTS))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_integer_results_ask_for_no_gradient(plain_pytorch, op, compiled):
+    assert not any(r.requires_grad for r in results_of(op, compiled, differentiable(op)))
+
+
+def test_scales_that_lie_in_one_tensor_are_marked_too(device):
+    both = torch.ones(3, 2, 2, device=device)
+    arguments = {k: v.to(device) for k, v in valid("reshape_and_cache").items()} | {"k_scale": both[:, 0], "v_scale": both[:, 1]}
+    arguments["value"].requires_grad_()
+    for _ in range(2):
+        pagedkv.reshape_and_cache(**arguments)
+    with pytest.raises(NotImplementedError, match=r"^pagedkv.reshape_and_cache has no gradient"):
+        (both.sum() + arguments["value"].sum()).backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_forward_mode_gradient_raises(plain_pytorch, op):
+    with forward_ad.dual_level():
+        getattr(pagedkv, op)(**valid(op))
+        name, value = next((k, v) for k, v in valid(op).items() if isinstance(v, torch.Tensor) and v.is_floating_point())
+        with pytest.raises(NotImplementedError, match=f"^pagedkv.{op} has no gradient"):
+            getattr(pagedkv, op)(**valid(op) | {name: forward_ad.make_dual(value, torch.ones_like(value))})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_requires_a_gradient_passes_the_checks_of_torch(plain_pytorch, op):
+    torch.library.opcheck(getattr(torch.ops.pagedkv, op).default, (), differentiable(op), test_utils=OPCHECKS[:3])
 
 
 @pytest.mark.skipif(build.missing_tool("cpu") is not None, reason="inductor needs a C++ compiler")

@@ -85,7 +85,6 @@ def quant_paged_attention(
         return_block_mass=return_block_mass,
         rotated=rotated,
     )
-    registry.inference_only("quant_paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
 
 
@@ -128,7 +127,6 @@ def paged_attention(
         return_block_mass=return_block_mass,
         rotated=rotated,
     )
-    registry.inference_only("paged_attention", *results)
     return _asked_for(*results, return_lse, return_block_mass)
 
 
@@ -151,9 +149,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         TypeError, ValueError: a type, dtype, shape, device or stride other than the above.
     """
     checks.tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    results = torch.ops.pagedkv.merge_attention_states(out_a, lse_a, out_b, lse_b)
-    registry.inference_only("merge_attention_states", *results)
-    return results
+    return torch.ops.pagedkv.merge_attention_states(out_a, lse_a, out_b, lse_b)
 
 
 def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated) -> None:

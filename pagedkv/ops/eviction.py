@@ -35,9 +35,7 @@ def eviction_scores(
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
     checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    scores = torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
-    registry.inference_only("eviction_scores", scores)
-    return scores
+    return torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
 
 
 def select_eviction_candidates(scores: Tensor, k: int) -> Tensor:
@@ -74,9 +72,7 @@ def evict_blocks(
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
     checks.integer("k", k)
     checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    results = torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
-    registry.inference_only("evict_blocks", *results)
-    return results
+    return torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
 
 
 registry.define(

@@ -34,9 +34,7 @@ def quantize_kv(kv: Tensor, granularity: str = "block_head", *, rotated: bool = 
     if not isinstance(granularity, str):
         raise TypeError(f"granularity: expected a str, got {type(granularity).__name__}")
     checks.booleans(rotated=rotated)
-    results = torch.ops.pagedkv.quantize_kv(kv, granularity, rotated=rotated)
-    registry.inference_only("quantize_kv", *results)
-    return results
+    return torch.ops.pagedkv.quantize_kv(kv, granularity, rotated=rotated)
 
 
 def dequantize_kv(q: Tensor, scale: Tensor) -> Tensor:
@@ -53,9 +51,7 @@ def dequantize_kv(q: Tensor, scale: Tensor) -> Tensor:
         TypeError, ValueError: a type, dtype, shape, device or stride other than the above.
     """
     checks.tensors(q=q, scale=scale)
-    kv = torch.ops.pagedkv.dequantize_kv(q, scale)
-    registry.inference_only("dequantize_kv", kv)
-    return kv
+    return torch.ops.pagedkv.dequantize_kv(q, scale)
 
 
 def _fake_quantize(kv: Tensor, granularity: str, rotated: bool) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from pagedkv.ops import build, checks
+from pagedkv.ops.gradient import without_gradient
 
 NAMES: list[str] = []
 _library = torch.library.Library("pagedkv", "DEF")
@@ -49,9 +50,11 @@ def define(schema: str, *, check: Callable, fake: Callable, eager: Callable, che
         check(*args)
         return fake(*args)
 
-    _library.impl(name, kernel_for("cpu"), "CPU")
-    _library.impl(name, kernel_for("cuda"), "CUDA")
+    kernels = {"CPU": kernel_for("cpu"), "CUDA": kernel_for("cuda")}
+    for device, kernel in kernels.items():
+        _library.impl(name, kernel, device)
     torch.library.register_fake(f"pagedkv::{name}", checked_fake, lib=_library)
+    _library.impl(name, without_gradient(getattr(torch.ops.pagedkv, name).default, kernels), "Autograd", with_keyset=True)
 
 
 def backend(device: torch.device | str | int = "cpu") -> str:
@@ -68,21 +71,6 @@ def backend(device: torch.device | str | int = "cpu") -> str:
     if library is None:
         return "pytorch"
     return f"{'c++' if device.type == 'cpu' else 'cuda'} ({library.instruction_set()})"
-
-
-def inference_only(op: str, *results: torch.Tensor) -> None:
-    """Have a backward pass through an op's results raise, where torch would warn and go on with gradients missing.
-
-    No op has a gradient. Where autograd is on and an input requires one, torch marks the results; a look at that mark is all
-    that every other call pays.
-    """
-    for result in results:
-        if result.requires_grad and not torch.compiler.is_compiling():
-            result.register_hook(functools.partial(_refuse_backward, op))
-
-
-def _refuse_backward(op: str, _gradient: torch.Tensor) -> None:
-    raise NotImplementedError(f"pagedkv.{op} has no gradient: it is for inference (call it under torch.no_grad, or detach its inputs)")
 
 
 @contextlib.contextmanager

@@ -47,11 +47,7 @@ def token_moments(
     checks.tensors(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     checks.tensors(**{name: x for name, x in (("scale", scale), ("shift", shift), ("gain", gain)) if x is not None})
     checks.integer("blocks_per_group", blocks_per_group)
-    results = torch.ops.pagedkv.token_moments(
-        cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain
-    )
-    registry.inference_only("token_moments", *results)
-    return results
+    return torch.ops.pagedkv.token_moments(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain)
 
 
 def channel_statistics(
@@ -74,9 +70,7 @@ def channel_statistics(
     if scale is not None:
         checks.tensors(scale=scale)
     checks.integer("blocks_per_group", blocks_per_group)
-    results = torch.ops.pagedkv.channel_statistics(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group)
-    registry.inference_only("channel_statistics", *results)
-    return results
+    return torch.ops.pagedkv.channel_statistics(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group)
 
 
 def _fake_moments(cache: Tensor, scale, block_tables: Tensor, *_) -> tuple[Tensor, Tensor]:
