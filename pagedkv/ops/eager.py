@@ -161,8 +161,8 @@ def _scale_of(max_abs: Tensor) -> Tensor:
 
 
 def _encode(x: Tensor, scale: Tensor) -> Tensor:
-    # A true division: the reciprocal of a subnormal scale overflows. round() is half to even.
-    return torch.nan_to_num(torch.round(x / scale), nan=0.0).clamp(-127, 127).to(torch.int8)
+    # In float64, where no quotient of float32s rounds to a half that is not one. round() is half to even.
+    return torch.nan_to_num(torch.round(x.double() / scale), nan=0.0).clamp(-127, 127).to(torch.int8)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache write
@@ -211,7 +211,8 @@ def _grow_blocks(x, cache, scale, block, offset, written) -> Tensor:
     new = torch.where(touched, torch.where(needed == 0, 1.0, needed), old)
     for o in range(cache.shape[1]):
         row = cache[block, o]
-        cache[block, o] = torch.where(((new == held) | ~touched)[:, :, None], row, _encode(row * held[:, :, None], new[:, :, None]))
+        again = _encode(row.double() * held[:, :, None], new[:, :, None])
+        cache[block, o] = torch.where(((new == held) | ~touched)[:, :, None], row, again)
     scale[block] = new
     return new
 
