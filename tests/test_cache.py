@@ -103,6 +103,23 @@ def test_a_long_prompt_in_any_order_equals_quantize_kv(device, granularity):
 
 
 @pytest.mark.parametrize("granularity", QUANTISED)
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
+@pytest.mark.parametrize("block_size, head_dim", [(16, 128), (16, 64), (8, 32), (32, 64), (16, 24), (4, 16)])
+def test_prompts_of_whole_blocks_and_what_disturbs_them(device, granularity, dtype, block_size, head_dim):
+    """Runs that fill blocks, from anywhere in the call; padding within one; tokens rewritten later, a block of them by a larger one."""
+    cache = Cache(device, granularity, num_blocks=700 // block_size + 4, block_size=block_size, head_dim=head_dim)
+    blocks = torch.randperm(len(cache.k), generator=torch.Generator().manual_seed(2))
+    places = torch.cat([torch.arange(300), torch.tensor([-1, -1, -1]), 300 + torch.arange(5, 350)])  # two prompts; the second goes on
+    slots = torch.where(places < 0, -1, blocks[places // block_size] * block_size + places % block_size)
+    slots[40] = -1
+    slots = torch.cat([slots, slots[[3, 100, 101, 400]], slots[block_size * 12 : block_size * 13]])
+    key, value = tokens(len(slots), head_dim=head_dim, dtype=dtype)
+    key[3] *= 4  # not written, but its block's scale covers it
+    value[-1] *= 4
+    cache.write_and_check(key, value, slots)
+
+
+@pytest.mark.parametrize("granularity", QUANTISED)
 def test_slots_past_two_gigabytes(device, granularity):
     """Block 66,000 of 32 KiB starts past 2**31 bytes. Only the pages of two blocks are ever touched."""
     near, far = Cache(device, granularity, 3, 16, 8, 256), Cache(device, granularity, 0, 16, 8, 256)
