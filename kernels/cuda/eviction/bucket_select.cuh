@@ -55,6 +55,7 @@ struct BucketShared {
     uint32_t watched[kWatched];  // elements of this CTA for each group of buckets
   };
   uint32_t margin;
+  uint32_t candidates;  // among the first elements that this CTA looks at
 };
 
 // Readies the counters of the pool and of this CTA. To be followed by a barrier of the team.
@@ -85,6 +86,14 @@ __device__ inline void count_scores(const BucketParams& p, const Team& team, Buc
     const int64_t id = tile_of(team, i) * 32 + threadIdx.x % 32;
     if (id < p.num_blocks) count_coarse(shared.histogram, __ldg(p.scores + id));
   }
+}
+
+// Whether far more of the first elements that a CTA looks at are candidates than the lines say: a pool that lies in a small part of one
+// bin. Buckets would overflow, but only after the counters had heard of all of it. Neighbours in the pool may have neighbouring scores, so
+// chance is counted in tiles.
+__device__ __forceinline__ bool is_dense(const BucketParams& p, const Team& team, uint32_t candidates, uint32_t limit, int most_seen) {
+  const float blocks = static_cast<float>(p.num_blocks), seen = fminf(static_cast<float>(most_seen), blocks / static_cast<float>(team.size));
+  return static_cast<float>(candidates) > 2.5f * seen * (static_cast<float>(limit) / blocks) + 8 * 32;
 }
 
 // Where in the output an element of its bin is expected, as if keys lay evenly in it.
@@ -124,6 +133,7 @@ __device__ inline void fill_buckets(const BucketParams& p, const Team& team, Buc
   int watch_shift = 0;  // of a bucket, to its group
   while (p.num_buckets >> watch_shift >= kWatched) ++watch_shift;
   for (int i = threadIdx.x; i <= p.num_buckets >> watch_shift; i += kThreads) shared.watched[i] = 0;
+  if (threadIdx.x == 0) shared.candidates = 0;
   const uint32_t limit = find_starts(p, shared);
 
   const uint32_t* starts = shared.histogram;
@@ -141,8 +151,14 @@ __device__ inline void fill_buckets(const BucketParams& p, const Team& team, Buc
       bucket[i] = rank / kBucketMean;
       overflows |= atomicAdd(shared.watched + (bucket[i] >> watch_shift), 1u) >= static_cast<uint32_t>(kBucketRoom) << watch_shift;
     }
+    if (batch == 0) {
+      uint32_t candidates = 0;
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) candidates += __popc(__ballot_sync(~0u, bucket[i] != ~0u));
+      if (lane == 0) atomicAdd(&shared.candidates, candidates);
+    }
     // A CTA that alone overfills a bucket says so, rather than queue at its counter with all the others.
-    if (__syncthreads_or(overflows)) {
+    if (__syncthreads_or(overflows) || (batch == 0 && is_dense(p, team, shared.candidates, limit, kInFlight * kThreads))) {
       if (threadIdx.x == 0) *p.failed = 1;
       return;
     }
