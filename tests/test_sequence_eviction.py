@@ -40,10 +40,17 @@ def test_mass_is_summed_over_the_sequences_that_hold_a_block(device, decay, layo
     check_accumulation(device, *a_decode_call(layout=layout), decay)
 
 
-@pytest.mark.parametrize("num_seqs, max_blocks, num_blocks", [(0, 4, 8), (3, 0, 8), (1, 1, 1), (3, 4, 0), (64, 300, 5000), (2, 5, 1)])
+@pytest.mark.parametrize(
+    "num_seqs, max_blocks, num_blocks", [(0, 4, 8), (3, 0, 8), (1, 1, 1), (3, 4, 0), (64, 300, 5000), (2, 5, 1), (1500, 7, 90)]
+)
 def test_mass_of_calls_of_any_size(device, num_seqs, max_blocks, num_blocks):
     mass, tables, total = a_decode_call(num_seqs, max_blocks, max(1, num_blocks))
     check_accumulation(device, mass, tables, total[:num_blocks], 0.75)
+
+
+def test_several_steps_of_the_same_tables_in_one_call(device):
+    mass, tables, total = a_decode_call(num_seqs=70 * 16, max_blocks=33, num_blocks=500)
+    check_accumulation(device, mass, tables[:70].repeat_interleave(16, 0), total)
 
 
 def test_a_bad_row_adds_nothing(device):
@@ -221,7 +228,7 @@ def test_scores_of_places(device):
 @pytest.mark.parametrize("blocks", [8191, 8192, 8193, 8194, 8195, 20_000])
 def test_a_table_longer_than_what_a_kernel_holds(device, blocks):
     scores, tables, lens, _ = some_sequences((blocks * 2, 6), block_size=2)
-    for few in (blocks - 3, blocks // 2, 5):
+    for few in (blocks - 1, blocks - 3, blocks // 2, 5):
         check_selection(device, scores, tables, lens, few, 1, 1, block_size=2)
         check_selection(device, (scores * 4).floor(), tables, lens, few, 1, 1, block_size=2)
 

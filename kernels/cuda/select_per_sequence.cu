@@ -1,10 +1,10 @@
 // select_per_sequence: each sequence lets go of its lowest-scored blocks until it is within its budget.
 //
 // One cooperative launch. A CTA takes a sequence: four radix passes over the candidates' keys, a byte each, find the
-// key of the last block to go and how many of its ties go, too; one pass of prefix sums then writes the table without
-// them and the list of what was let go. Keys of up to kCachedKeys places stay in shared memory; a longer table's are
-// read again. When all sequences have said how many of those nobody holds any more, each writes its own behind those of
-// the sequences before it.
+// key of the last block to go and how many of its ties go, too; where one block goes, as in a decode loop, that is the
+// least key. One pass of prefix sums then writes the table without them and the list of what was let go. Keys of up to
+// kCachedKeys places stay in shared memory; a longer table's are read again. When all sequences have said how many of
+// those nobody holds any more, each writes its own behind those of the sequences before it.
 #include <climits>
 
 #include "eviction/cta.cuh"
@@ -80,6 +80,19 @@ __device__ void find_threshold(Shared& shared, int64_t count, uint32_t wanted, c
   }
 }
 
+// The same for one.
+template <class KeyAt>
+__device__ void find_least(Shared& shared, int64_t count, const KeyAt& key_at_) {
+  if (threadIdx.x == 0) shared.threshold = ~0u, shared.wanted = 1;
+  uint32_t least = ~0u;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) least = min(least, key_at_(i));
+#pragma unroll
+  for (int delta = 16; delta > 0; delta /= 2) least = min(least, __shfl_xor_sync(~0u, least, delta));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0 && least != ~0u) atomicMin(&shared.threshold, least);
+  __syncthreads();
+}
+
 __device__ void select(const SequenceSelectParams& p, const Workspace& w, Shared& shared, int64_t seq) {
   const int32_t* table = p.block_tables + seq * p.block_tables_stride;
   int32_t* kept = p.new_tables + seq * p.max_blocks;
@@ -94,18 +107,31 @@ __device__ void select(const SequenceSelectParams& p, const Workspace& w, Shared
   const int64_t drop = min(max(int64_t{0}, blocks - budget), candidates);
 
   const bool cached = candidates <= kCachedKeys;
+  const auto find = [&](const auto& key_at_) {
+    drop == 1 ? find_least(shared, candidates, key_at_) : find_threshold(shared, candidates, drop, key_at_);
+  };
   if (drop > 0) {
     if (cached) {
-      for (int64_t i = threadIdx.x; i < candidates; i += kThreads) shared.keys[i] = key_at(p, table, seq, first + i);
-      find_threshold(shared, candidates, drop, [&](int64_t i) { return shared.keys[i]; });
+      constexpr int kInFlight = 4;
+      for (int64_t i = threadIdx.x; i < candidates; i += kInFlight * kThreads) {
+        uint32_t key[kInFlight];
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) key[j] = i + j * kThreads < candidates ? key_at(p, table, seq, first + i + j * kThreads) : 0;
+#pragma unroll
+        for (int j = 0; j < kInFlight; ++j) {
+          if (i + j * kThreads < candidates) shared.keys[i + j * kThreads] = key[j];
+        }
+      }
+      find([&](int64_t i) { return shared.keys[i]; });
     } else {
-      find_threshold(shared, candidates, drop, [&](int64_t i) { return key_at(p, table, seq, first + i); });
+      find([&](int64_t i) { return key_at(p, table, seq, first + i); });
     }
   }
 
   // Places before this one whose key is below the threshold, and those that tie with it, in the two halves of a word.
   const uint32_t threshold = shared.threshold, wanted = drop > 0 ? shared.wanted : 0;
   uint64_t base = 0;
+  int freed = 0;  // if no block is shared
   for (int64_t tile = 0; tile < p.max_blocks; tile += kThreads) {
     const int64_t place = tile + threadIdx.x;
     const int64_t candidate = place - first;
@@ -119,11 +145,13 @@ __device__ void select(const SequenceSelectParams& p, const Workspace& w, Shared
     base += total;
     const uint32_t ties = static_cast<uint32_t>(before);
     const int64_t gone = (before >> 32) + min(ties, wanted);
+    bool is_free = false;
     if (place < blocks) {
       const int32_t block = table[place];
       if (flags > 1 || (flags == 1 && ties < wanted)) {
         dropped[gone] = block;
-        if (p.references && in_pool(p, block)) atomicSub(p.references + block, 1);
+        is_free = in_pool(p, block);
+        if (p.references && is_free) atomicSub(p.references + block, 1);
       } else {
         kept[place - gone] = block;
       }
@@ -132,11 +160,12 @@ __device__ void select(const SequenceSelectParams& p, const Workspace& w, Shared
     if (!bad && place < p.max_blocks && place >= blocks - drop) {
       kept[place] = -1;  // places that a block was moved to lie before these
     }
-    __syncthreads();
+    freed += __syncthreads_count(is_free);
   }
   if (threadIdx.x == 0) {
     p.new_lens[seq] = static_cast<int32_t>(len - drop * p.block_size);
     w.num_dropped[seq] = static_cast<int32_t>(drop);
+    w.num_freed[seq] = freed;
   }
 }
 
@@ -191,7 +220,7 @@ __device__ void write_freed(const SequenceSelectParams& p, const Workspace& w, S
   if (threadIdx.x == 0 && seq == p.num_seqs - 1) *p.num_freed = static_cast<int32_t>(start);
 }
 
-__global__ void __launch_bounds__(kThreads) select_and_gather(SequenceSelectParams p, Workspace w) {
+__global__ void __launch_bounds__(kThreads, 4) select_and_gather(SequenceSelectParams p, Workspace w) {
   __shared__ Shared shared;
   const auto for_sequences = [&](const auto& f) {
     for (int64_t seq = blockIdx.x; seq < p.num_seqs; seq += gridDim.x) {
@@ -205,8 +234,8 @@ __global__ void __launch_bounds__(kThreads) select_and_gather(SequenceSelectPara
     sync_grid();  // the references are counted down
     for_sequences([&](int64_t seq) { mark_freed(p, w, seq); });
     sync_grid();
+    for_sequences([&](int64_t seq) { count_freed(p, w, seq); });
   }
-  for_sequences([&](int64_t seq) { count_freed(p, w, seq); });
   sync_grid();
   for_sequences([&](int64_t seq) { write_freed(p, w, shared, seq); });
   if (p.num_seqs == 0 && threadIdx.x == 0) *p.num_freed = 0;
