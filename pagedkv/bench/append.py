@@ -190,12 +190,15 @@ def copy_gb_per_s(rows: list[dict], mode: str) -> float:
     return max(r["gb_per_s"] for r in rows if r["mode"] == mode)
 
 
-def size_rows(tokens: int, device: torch.device, copies: list[dict], *, modes: tuple[str, ...] | None = None) -> Iterator[dict]:
+def size_rows(
+    tokens: int, device: torch.device, copies: list[dict], *, modes: tuple[str, ...] | None = None, budget_s: float | None = None
+) -> Iterator[dict]:
     """Measure every implementation on calls of `tokens` tokens.
 
     Args:
         copies: `copy_rows` of the same run.
         modes: timing modes; default `MODES` of the device.
+        budget_s: seconds of timing for each row; default `_BUDGET_S` of the device.
 
     Yields:
         `kind` "append", `tokens`, `implementation`, `kv_dtype`, `ours`, `status` ("measured", or "absent" with a `reason`), `mode`, the
@@ -206,6 +209,7 @@ def size_rows(tokens: int, device: torch.device, copies: list[dict], *, modes: t
         AssertionError: this project wrote something else than it was given. A peer that did is absent.
     """
     modes = modes or MODES[device.type]
+    budget_s = budget_s or _BUDGET_S[device.type]
     inputs = Inputs(tokens, device)
 
     def measured(i: CacheImplementation) -> Iterator[dict]:
@@ -216,7 +220,7 @@ def size_rows(tokens: int, device: torch.device, copies: list[dict], *, modes: t
             raise AssertionError(f"{i.name} ({i.kv_dtype}), {tokens} tokens: relative error {error:.3g} of what was written")
         moved = moved_bytes(tokens, i.kv_dtype)
         for mode in modes:
-            times = measure(device=device, mode=mode, rotate=calls, budget_s=_BUDGET_S[device.type])
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=budget_s)
             roof_us = moved / copy_gb_per_s(copies, mode) / 1e3
             yield {**times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3,
                    "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": error}  # fmt: skip

@@ -48,13 +48,16 @@ def expected(inputs: PagedInputs, num_seqs: int) -> Tensor:
     return torch.stack(outputs)
 
 
-def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes: tuple[str, ...] | None = None) -> Iterator[dict]:
+def shape_rows(
+    name: str, device: torch.device, bandwidth: list[dict], *, modes: tuple[str, ...] | None = None, budget_s: float | None = None
+) -> Iterator[dict]:
     """Measure every implementation on one shape.
 
     Args:
         name: as `inputs.shape` reads it.
         bandwidth: `bandwidth_rows` of the same run: the roof where no gather kernel exists.
         modes: timing modes; default `MODES` of the device.
+        budget_s: seconds of timing for each row; default `_BUDGET_S` of the device.
 
     Yields:
         A row for each implementation and mode: `kind` "attention", `shape`, `implementation`, `kv_dtype`, `status`
@@ -65,9 +68,10 @@ def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes:
         AssertionError: an output of this project is wrong. A peer's wrong output makes it absent.
     """
     modes = modes or MODES[device.type]
+    budget_s = budget_s or _BUDGET_S[device.type]
     inputs = PagedInputs(shape(name), device)
     want = expected(inputs, min(_CHECKED_SEQS, inputs.shape.num_seqs))
-    roofs = yield from _roofs(inputs, bandwidth, modes)
+    roofs = yield from _roofs(inputs, bandwidth, modes, budget_s)
 
     def measured(i: CacheImplementation) -> Iterator[dict]:
         calls = i.prepare(inputs, i.kv_dtype)
@@ -76,7 +80,7 @@ def shape_rows(name: str, device: torch.device, bandwidth: list[dict], *, modes:
             raise AssertionError(f"{i.name} ({i.kv_dtype}) on {name}: relative error {error:.3g} against float32")
         moved = inputs.shape.kv_bytes(i.kv_dtype)
         for mode in modes:
-            times = measure(device=device, mode=mode, rotate=calls, budget_s=_BUDGET_S[device.type])
+            times = measure(device=device, mode=mode, rotate=calls, budget_s=budget_s)
             roof_us = roofs[mode].us(inputs.shape, i.kv_dtype)
             yield {**times, "bytes": moved, "gb_per_s": moved / times["p50_us"] / 1e3, "roof": roofs[mode].name,
                    "roof_us": roof_us, "roof_fraction": roof_us / times["p50_us"], "rel_error": error}  # fmt: skip
@@ -97,7 +101,7 @@ class _Roof:
         return self.times_us["int8_block_head"] * shape.kv_bytes(kv_dtype) / shape.kv_bytes("int8_block_head")
 
 
-def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -> Iterator[dict]:
+def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...], budget_s: float) -> Iterator[dict]:
     """Yields the rows of the gather kernel; returns the roof of each mode."""
     shape = inputs.shape
     roofs = {}
@@ -107,7 +111,7 @@ def _roofs(inputs: PagedInputs, bandwidth: list[dict], modes: tuple[str, ...]) -
     for kv_dtype in ("int8_block_head", "float16"):
         calls = gather_roof(inputs, kv_dtype)
         for mode in modes if calls else ():
-            times = measure(device=inputs.device, mode=mode, rotate=calls, budget_s=2 * _BUDGET_S[inputs.device.type])
+            times = measure(device=inputs.device, mode=mode, rotate=calls, budget_s=2 * budget_s)
             if roofs[mode].name != "paged gather":
                 roofs[mode] = _Roof("paged gather", {})
             roofs[mode].times_us[kv_dtype] = times["p50_us"]
