@@ -59,7 +59,6 @@ def test_a_file_is_compiled_once_and_a_failure_does_not_stop_the_others(monkeypa
     (kernels / "cuda" / "bad.cu").write_text("__global__ void bad() { no_such_function(); }\n")
     monkeypatch.setattr(build, "KERNELS", kernels)
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(toolchain, "QUICK_ARCHS", ("90",))
 
     def compile_all():
         rows = list(toolchain.cuda_rows(quick=True))
