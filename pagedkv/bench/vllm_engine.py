@@ -15,10 +15,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from pagedkv import models
 from pagedkv.bench import vllm_throughput
+from pagedkv.bench.comparison import Absent
+from pagedkv.bench.vllm_throughput import attention_layers
 from pagedkv.evidence.root import find_root
 from pagedkv.integrations.vllm import installed
 
@@ -39,14 +42,6 @@ def engine(model: str | Path, cache: str = "int8", dtype: str = "float32", **opt
 
     options = {"max_model_len": 1024, "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True, **options}
     return LLM(str(model), dtype=dtype, seed=0, **{**CACHES[cache], **options})
-
-
-def attention_layers(llm) -> list:
-    """Its attention layers."""
-    from vllm.model_executor.layers.attention import Attention
-
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if isinstance(layer, Attention)]
 
 
 def backend_of(llm) -> str:
@@ -164,10 +159,6 @@ def rows(model: Path, text: str) -> list[dict]:
 # ------------------------------------------------------------------------------------------- from outside
 
 
-class Absent(Exception):
-    """No engine can be started here; the message is the reason."""
-
-
 def interpreter(device: str) -> Path:
     """The Python that has vLLM: on the CPU that of `make vllm`, else this one. Raises `Absent`."""
     own = find_root() / "build" / "vllm" / "bin" / "python"
@@ -179,11 +170,11 @@ def interpreter(device: str) -> Path:
     raise Absent(f"vLLM is not installed: {get}")
 
 
-def elsewhere(device: str, folder: Path, points: list[str]) -> list[dict]:
+def elsewhere(device: str, folder: Path, points: list[str], sources: Mapping[str, str]) -> list[dict]:
     """What the notebook records, measured in processes of `interpreter`: `rows`, or on cuda those of `vllm_throughput`.
 
     `folder` holds the model and the rows on their way here; `points` as there. PAGEDKV_VLLM_SECONDS in the environment limits a run on
-    cuda; what is left out is a row that says so, and measured by the next run.
+    cuda; what is left out is a row that says so, and measured by the next run, unless `sources` (path: sha256) are others by then.
 
     Raises:
         Absent: no vLLM, or no model. RuntimeError: the run failed; the message ends with what it said last.
@@ -191,6 +182,7 @@ def elsewhere(device: str, folder: Path, points: list[str]) -> list[dict]:
     python = interpreter(device)
     if device == "cuda":
         seconds = os.environ.get("PAGEDKV_VLLM_SECONDS")
+        folder = folder / f"cuda-{vllm_throughput.state(sources)}"
         return vllm_throughput.rows(folder, tuple(points), float(seconds) if seconds else None)
     out = folder / f"{device}.json"
     folder.mkdir(parents=True, exist_ok=True)

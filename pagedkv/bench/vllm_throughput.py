@@ -3,12 +3,14 @@
     python -m pagedkv.bench.vllm_throughput --folder build/engine
 
 Each engine has a process of its own and the GPU to itself, at the same memory limit. Models have dummy weights: what is measured depends on
-shapes, not on what is said. Rows go to a file as they come: a run that is killed, or given too little time, is taken up by the next.
+shapes, not on what is said. Rows go to a file as they come: a run that is killed, or given too little time, is taken up by the next, which
+takes what is missing in the order of `MODELS`, then of the points, then of `CACHES`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pagedkv.bench import child
@@ -30,14 +33,17 @@ CACHES = {
     "vllm_bf16": {"kv_cache_dtype": "auto"},
     "vllm_int8": {"attention_backend": "TRITON_ATTN", "kv_cache_dtype": "int8_per_token_head"},
 }
-POINTS = ("32x8192", "maxx32768", "32x4096")  # requests (max: as many as fit) and tokens of context each
+POINTS = ("maxx32768", "32x8192", "32x4096")  # requests (max: as many as fit) and tokens of context each
 KERNEL_SHAPES = ("256x4096", "32x8192")
 MEMORY = 0.85  # of the GPU's, for weights and cache
 MAX_REQUESTS = 128
+# Batches that a CUDA graph is captured for, by every engine alike: those of `POINTS`, and 8 apart, as vLLM's own, where as many as fit
+# will be. A graph costs time when the engine starts, and vLLM by itself would make twice as many.
+GRAPHS = (1, 2, *range(24, 65, 8), MAX_REQUESTS)
 DECODE_STEPS = 64
 _WARM_STEPS = 4
-_SLACK = 256  # new tokens a request may make while the last prompts are still being read
-_ENGINE_S = 75  # what an engine takes to start and to measure a point: kept for those to come where time is limited
+_SLACK = 512  # new tokens a request may make while the last prompts are still being read
+_ENGINE_S = 110  # what an engine takes to start and to measure its first point: kept for those to come where time is limited
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,13 +90,18 @@ class OutOfTime(Exception):
 # ------------------------------------------------------------------------------------------------------ one engine
 
 
-def engine(model: str, cache: str, folder: Path, max_model_len: int):
-    """A `vllm.LLM` of that shape with one of `CACHES`; CUDA graphs and compilation as vLLM sets them, for up to `MAX_REQUESTS` requests."""
+def import_vllm():
+    """vLLM, set to run in this process."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    from vllm import LLM
+    import vllm
 
+    return vllm
+
+
+def engine(model: str, cache: str, folder: Path, max_model_len: int):
+    """A `vllm.LLM` of that shape with one of `CACHES`; CUDA graphs and compilation as vLLM sets them, for batches of `GRAPHS`."""
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
-    return LLM(
+    return import_vllm().LLM(
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -99,16 +110,20 @@ def engine(model: str, cache: str, folder: Path, max_model_len: int):
         max_num_seqs=MAX_REQUESTS,
         gpu_memory_utilization=MEMORY,
         enable_prefix_caching=False,
-        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, *range(8, MAX_REQUESTS + 1, 8)]},
+        compilation_config={"cudagraph_capture_sizes": list(GRAPHS)},
         seed=0,
         **CACHES[cache],
     )
 
 
-def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS, deadline: float = float("inf")) -> dict:
+def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS, deadline: float = float("inf"), attend: bool = True) -> dict:
     """Read `requests` prompts of `context` tokens, then time steps in which all of them make a token.
 
-    Returns `{prefill_s, step_ms, tokens_per_s}`: until every prompt is read; the mean step; requests over it.
+    `attend`: whether the prompts' tokens attend to those before them. Without, their K and V are computed and written all the same, so
+    decode reads as much from as many pages; what is left out is the part that grows with the square of the context.
+
+    Returns `{prompts_attend, prefill_s, step_ms, tokens_per_s}`: until every prompt is read, None where it was not read in full; the mean
+    step; requests over it.
 
     Raises:
         OutOfTime: `deadline`, of `time.monotonic`, came first. RuntimeError: the cache does not hold them all at once.
@@ -131,11 +146,12 @@ def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS, deadline
         for name, prompt in zip(names, prompts, strict=True):
             core.add_request(name, {"prompt_token_ids": prompt}, sampling)
         answering: set[str] = set()
-        while len(answering) < requests:
-            for result in step():
-                answering.add(result.request_id)
-                if result.finished:
-                    raise RuntimeError(f"{result.request_id} ended before all prompts were read: raise _SLACK")
+        with contextlib.nullcontext() if attend else _without_attention(llm):
+            while len(answering) < requests:
+                for result in step():
+                    answering.add(result.request_id)
+                    if result.finished:
+                        raise RuntimeError(f"{result.request_id} ended before all prompts were read: raise _SLACK")
         prefill_s = time.perf_counter() - begun
         _make_tokens(step, requests, _WARM_STEPS)
         decode_s = _make_tokens(step, requests, steps)
@@ -143,7 +159,8 @@ def decode(llm, requests: int, context: int, steps: int = DECODE_STEPS, deadline
         core.abort_request(names)
         while core.has_unfinished_requests():
             core.step()
-    return {"prefill_s": prefill_s, "step_ms": 1e3 * decode_s / steps, "tokens_per_s": requests * steps / decode_s}
+    speed = {"step_ms": 1e3 * decode_s / steps, "tokens_per_s": requests * steps / decode_s}
+    return {"prompts_attend": attend, "prefill_s": prefill_s if attend else None, **speed}
 
 
 def _make_tokens(step, requests: int, tokens: int) -> float:
@@ -155,6 +172,23 @@ def _make_tokens(step, requests: int, tokens: int) -> float:
                 raise RuntimeError(f"{results} of {requests} requests made a token: the cache does not hold them all")
             made += 1
     return time.perf_counter() - begun
+
+
+@contextlib.contextmanager
+def _without_attention(llm) -> Iterator[None]:
+    """Attention gives zeros. A step of single tokens is not concerned: it replays a graph that was captured before."""
+
+    def zeros(layer, query, key, value, kv_cache, attn_metadata, output, **_):
+        return output.zero_()
+
+    implementations = [layer.impl for layer in attention_layers(llm)]
+    for implementation in implementations:
+        implementation.forward = zeros
+    try:
+        yield
+    finally:
+        for implementation in implementations:
+            del implementation.forward
 
 
 def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float) -> None:
@@ -176,6 +210,7 @@ def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float
                 "cache": cache,
                 "point": point,
                 "backend": _backend(llm),
+                "cuda_graphs": config.compilation_config.cudagraph_mode.name,  # what the backend allows of what vLLM wants
                 "start_s": started,
                 "kv_tokens": capacity,
                 "requests": requests,
@@ -186,16 +221,22 @@ def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float
                 emit({**row, "status": "absent", "reason": f"{fits} requests fit"})
                 continue
             try:
-                emit({**row, "status": "measured", **decode(llm, requests, context, deadline=deadline)})
+                # As many as fit, and long: vLLM's INT8 alone would read such prompts for seven minutes. Other points tell of prefill.
+                emit({**row, "status": "measured", **decode(llm, requests, context, deadline=deadline, attend=wanted != "max")})
             except OutOfTime:
                 emit({**row, "status": "absent", "reason": "no time was left"})
 
 
-def _backend(llm) -> str:
+def attention_layers(llm) -> list:
+    """Of an engine in this process."""
     from vllm.model_executor.layers.attention import Attention
 
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    (name,) = {type(layer.impl).__qualname__ for layer in layers if isinstance(layer, Attention)}
+    return [layer for layer in layers if isinstance(layer, Attention)]
+
+
+def _backend(llm) -> str:
+    (name,) = {type(layer.impl).__qualname__ for layer in attention_layers(llm)}
     return name
 
 
@@ -311,54 +352,93 @@ class Part:
             ]
         return [{"kind": "engine", "model": self.model, "cache": self.cache, "point": point} for point in points]
 
+    def missing(self, folder: Path, points: tuple[str, ...]) -> list[dict]:
+        """Those of `wanted` that were not measured yet."""
+        return [wanted for wanted in self.wanted(points) if not _find(read(folder), status="measured", **wanted)]
+
 
 PARTS = (Part(), *(Part(model, cache) for model in MODELS for cache in CACHES))
 
 
 def rows(folder: Path, points: tuple[str, ...] = POINTS, seconds: float | None = None) -> list[dict]:
-    """Every part that is not yet in `folder`, each in a process of its own, and then all there is. What fails is a row that says so.
+    """Every row that is not yet in `folder`, each part in a process of its own, and then all there is. What fails is a row that says so.
 
-    `folder`: rows and logs, in one of its own for each state of the sources. `seconds`: for all of them; None: whatever they take.
+    `folder`: rows, logs, and beside it what engines compile, which the next find. `seconds`: for all of them; None: whatever they take.
     """
-    folder = folder / f"cuda-{_state()}"
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds if seconds is not None else float("inf")
-    for i, part in enumerate(PARTS):
-        missing = [wanted for wanted in part.wanted(points) if not _find(read(folder), status="measured", **wanted)]
-        if not missing:
-            continue
-        to_come = sum(later.model == (part.model or next(iter(MODELS))) for later in PARTS[i + 1 :])
-        left = end - time.monotonic() - _ENGINE_S * to_come
-        reason = "no time was left"
-        if left > _ENGINE_S / 2:
-            reason = _run(part, folder, [wanted["point"] for wanted in missing if "point" in wanted], left)
-        for wanted in missing:
-            if not _find(read(folder), **wanted):
-                append(folder, {**wanted, "status": "absent", "reason": reason})
+    todo = _todo(folder, points)
+    with contextlib.ExitStack() as waiting:
+        processes = [waiting.enter_context(Process(todo[0], folder))] if todo else []
+        for i, part in enumerate(todo):
+            if i + 1 < len(todo):  # imports vLLM meanwhile
+                processes.append(waiting.enter_context(Process(todo[i + 1], folder)))
+            to_come = sum(later.model == (part.model or next(iter(MODELS))) for later in todo[i + 1 :])
+            left = end - time.monotonic()
+            reason = "no time was left"
+            missing = part.missing(folder, points)
+            if left > _ENGINE_S / 2:
+                # What comes later can wait for another run; what this one is about is its first point.
+                allowed = max(min(left, _ENGINE_S), left - _ENGINE_S * to_come)
+                reason = processes[i].run([wanted["point"] for wanted in missing if "point" in wanted], allowed)
+            for wanted in missing:
+                if not _find(read(folder), **wanted):
+                    append(folder, {**wanted, "status": "absent", "reason": reason})
     found = [row for part in PARTS for wanted in part.wanted(points) for row in _find(read(folder), **wanted)]
     extra = [row for row in read(folder) if row["kind"] == "kernel" and row not in found]
     return found + extra + derived(found)
 
 
-def _run(part: Part, folder: Path, points: list[str], seconds: float) -> str:
-    """Returns why rows may be missing afterwards."""
-    command = child.command(
-        "pagedkv.bench.vllm_throughput", "--folder", folder, "--part", part.name, "--seconds", seconds, "--points", *(points or ["-"])
-    )
-    log = folder / f"{part.name}.log"
-    with log.open("w") as out:
+def _todo(folder: Path, points: tuple[str, ...]) -> list[Part]:
+    """Parts with rows missing: a model's engines in the order of their most important one."""
+
+    def urgency(part: Part) -> tuple[int, int]:
+        if part.model is None:
+            return -1, 0
+        return list(MODELS).index(part.model), points.index(part.missing(folder, points)[0]["point"])
+
+    return sorted((part for part in PARTS if part.missing(folder, points)), key=urgency)
+
+
+class Process:
+    """A part in a process of its own. It imports what it needs, which takes as long as a measurement, and waits to be told to begin."""
+
+    def __init__(self, part: Part, folder: Path):
+        self._log = folder / f"{part.name}.log"
+        compiled = folder.parent / "compiled"
+        caches = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        environment = child.environment(**{variable: str(compiled / name) for variable, name in caches.items()})
+        command = child.command("pagedkv.bench.vllm_throughput", "--folder", folder, "--part", part.name)
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=out, cwd=find_root(), env=environment, text=True
+            )
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def run(self, points: list[str], seconds: float) -> str:
+        """Begin, and wait for the end; returns why rows may be missing then."""
         try:
             # Between two steps a process sees by itself that its time is over; one that hangs does not.
-            limit = None if seconds == float("inf") else seconds + 15
-            done = subprocess.run(command, stdout=out, stderr=out, cwd=find_root(), env=child.environment(), timeout=limit)
+            told = json.dumps({"points": points, "seconds": None if seconds == float("inf") else seconds}) + "\n"
+            self._process.communicate(told, timeout=None if seconds == float("inf") else seconds + 15)
         except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
             return "no time was left"
-    said = [
-        line
-        for line in log.read_text(errors="replace").splitlines()
-        if re.match(r"(\[.*?\] )?[\w.]*(Error|Exception|Absent|Refused)\b", line)
-    ]
-    return said[-1][:300] if said else f"exit status {done.returncode}"
+        said = [
+            line
+            for line in self._log.read_text(errors="replace").splitlines()
+            if re.match(r"(\[.*?\] )?[\w.]*(Error|Exception|Absent|Refused)\b", line)
+        ]
+        return said[-1][:300] if said else f"exit status {self._process.returncode}"
 
 
 def derived(found: list[dict]) -> list[dict]:
@@ -366,7 +446,7 @@ def derived(found: list[dict]) -> list[dict]:
     made = []
 
     def ratio(quantity: str, ours: list[dict], peers: list[dict], field: str, better: str) -> None:
-        ours, peers = ([row for row in side if row.get("status") == "measured"] for side in (ours, peers))
+        ours, peers = ([row for row in side if row.get("status") == "measured" and row[field] is not None] for side in (ours, peers))
         if ours and peers:
             best = (max if better == "more" else min)(peers, key=lambda row: row[field])
             mine, theirs = ours[0][field], best[field]
@@ -398,17 +478,14 @@ def derived(found: list[dict]) -> list[dict]:
     return made
 
 
-def _state() -> str:
-    """A name for the sources as they are and for the vLLM and the GPU here."""
+def state(sources: Mapping[str, str]) -> str:
+    """A name for the sources of the rows (path: sha256; what a notebook tells of them is none), the vLLM and the GPU here."""
     from pagedkv.evidence import hardware
     from pagedkv.integrations.vllm import installed
 
-    root, digest = find_root(), hashlib.sha256(f"{installed()} {hardware.describe('cuda')['name']}".encode())
-    for path in sorted(
-        p for folder in ("kernels", "pagedkv") for p in (root / folder).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")
-    ):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    code = sorted((path, sha) for path, sha in sources.items() if not path.startswith("notebooks/"))
+    what = [code, installed(), hardware.describe("cuda")["name"]]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
 
 
 def append(folder: Path, row: dict) -> None:
@@ -435,16 +512,20 @@ def _find(found: list[dict], **fields) -> list[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagedkv.bench.vllm_throughput", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="rows and logs")
+    parser.add_argument("--folder", type=Path, required=True, help="rows and logs; what lies there is not measured again")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="REQUESTSxCONTEXT")
     parser.add_argument("--seconds", type=float, help="leave out what would take longer")
-    parser.add_argument("--part", choices=[part.name for part in PARTS], help="only this, in this process (default: all)")
+    parser.add_argument("--part", choices=[part.name for part in PARTS], help="only this, once a line on stdin says what of it")
     options = parser.parse_args(arguments)
     if options.part is None:
         print(json.dumps(rows(options.folder, tuple(options.points), options.seconds), indent=1))
         return 0
     (part,) = (part for part in PARTS if part.name == options.part)
-    deadline = time.monotonic() + (options.seconds if options.seconds is not None else float("inf"))
+    import_vllm()
+    told = sys.stdin.readline()
+    if not told:  # not needed after all
+        return 0
+    told = json.loads(told)
 
     def emit(row: dict) -> None:
         append(options.folder, row)
@@ -452,7 +533,8 @@ def main(arguments: list[str] | None = None) -> int:
     if part.model is None:
         kernel_rows(emit)
     else:
-        engine_rows(part.model, part.cache, list(options.points), emit, deadline)
+        deadline = time.monotonic() + (float("inf") if told["seconds"] is None else told["seconds"])
+        engine_rows(part.model, part.cache, told["points"], emit, deadline)
         sys.stdout.flush()
         os._exit(0)  # an engine takes seconds to come down, if it does
     return 0

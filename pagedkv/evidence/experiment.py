@@ -37,7 +37,7 @@ class Experiment:
     `rule`, `sources` and `inputs` come from the rule: paths from the root, whose hashes go into the record.
     Further keyword arguments are the notebook's own parameters and go into the record too.
 
-    Attributes: `device` (`torch.device`), `quick`, `backend` (see `pagedkv.backend`), `rows`, `root`.
+    Attributes: `device` (`torch.device`), `quick`, `backend` (see `pagedkv.backend`), `rows`, `root`, `sources` (path: sha256).
     Raises `ValueError` or `RuntimeError` for a device that is unknown or not here.
     """
 
@@ -66,7 +66,7 @@ class Experiment:
         self._notebook = notebook
         self._rule = rule
         self._parameters = records.plain({"device": str(device), "quick": self.quick, **parameters}, "parameters")
-        self._sources = _source_hashes(self.root, notebook, sources)
+        self.sources = _source_hashes(self.root, notebook, sources)
         self._inputs = records.hashes(inputs or (), self.root)
         self._drawn: dict[str, str] = {}
         styles.use_style()
@@ -127,7 +127,7 @@ class Experiment:
                 "rule": self._rule,
                 "notebook": self._notebook,
                 "parameters": self._parameters,
-                "sources": self._sources,
+                "sources": self.sources,
                 "inputs": self._inputs,
                 "figures": self._drawn,
                 "finished_at": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
