@@ -190,7 +190,13 @@ def _build(lengths: list[int], seq_lens: list[int]):
         seq_lens_cpu_upper_bound=torch.tensor(seq_lens),
         query_start_loc_cpu=torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)]),
     )
-    return PagedKVMetadataBuilder(None, [], None, torch.device("cpu")).build(0, batch)
+    return PagedKVMetadataBuilder(_spec(), [], None, torch.device("cpu")).build(0, batch)
+
+
+def _spec(**fields):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, **fields)
 
 
 def test_a_step_of_single_tokens_takes_the_engines_own_tensors():
@@ -220,6 +226,8 @@ def layer(monkeypatch):
         "kv_transfer_config": None,
         "speculative_config": None,
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "cache_config": SimpleNamespace(),
+        "attention_config": SimpleNamespace(use_non_causal=False),
         "model_config": SimpleNamespace(dtype=torch.float32, max_model_len=64),
     }
 
@@ -263,12 +271,26 @@ def test_one_log_line_says_what_is_in_use(layer, cache, scales, said, monkeypatc
         ({"head_size": 264}, "head_dim 264"),
         ({"alibi_slopes": [1.0, 0.5]}, "ALiBi"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"attn_type": "encoder"}, "encoder attention"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"attn_type": "encoder_decoder"}, "encoder_decoder attention"),
+        ({"configured": {"attention_config": SimpleNamespace(use_non_causal=True)}}, "attention that is not causal"),
+        (
+            {"configured": {"model_config": SimpleNamespace(dtype=torch.float32, is_mm_prefix_lm=True)}},
+            "attention both ways within a prefix",
+        ),
+        ({"configured": {"model_config": SimpleNamespace(dtype=torch.float32, use_mla=True)}}, "MLA"),
+        ({"configured": {"model_config": SimpleNamespace(dtype=torch.float64)}}, "--dtype float64"),
+        ({"configured": {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])}}, "--kv-cache-dtype-skip-layers"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share a KV cache"),
         ({"chunk_lookback": 4}, "chunk_lookback"),
         ({"configured": {"kv_transfer_config": object()}}, "a KV connector"),
         ({"configured": {"speculative_config": object()}}, "speculative decoding"),
         ({"configured": {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}}, "decode context parallelism"),
+        (
+            {"configured": {"parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=2)}},
+            "prefill context parallelism",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -277,12 +299,61 @@ def test_what_is_not_supported_is_refused_by_name(layer, asked, named):
         layer(**asked)
 
 
+def test_batch_invariance_is_refused_by_name(layer, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(NotImplementedError, match="does not support: VLLM_BATCH_INVARIANT"):
+        layer()
+
+
+def test_soft_caps_sinks_and_windows_are_not_refused(layer):
+    layer(logits_soft_cap=30.0, sinks=torch.zeros(2), sliding_window=32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"non_causal": True}, "attention that is not causal"), ({"attention_chunk_size": 32}, "attention within chunks")]
+)
+def test_layers_that_attend_to_other_tokens_than_a_decoders_are_refused_when_the_cache_is_laid_out(fields, named):
+    from pagedkv.integrations.vllm.backend import PagedKVMetadataBuilder
+
+    with pytest.raises(NotImplementedError, match=f"does not support: {named}"):
+        PagedKVMetadataBuilder(_spec(**fields), [], None, torch.device("cpu"))
+
+
+def test_a_cache_of_another_kind_is_refused_by_its_name():
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    from pagedkv.integrations.vllm.backend import PagedKVMetadataBuilder
+
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="does not support: CrossAttentionSpec"):
+        PagedKVMetadataBuilder(spec, [], None, torch.device("cpu"))
+
+
+def test_values_of_another_size_than_keys_are_refused_by_name(layer):
+    context = {}
+    made = layer({"compilation_config": SimpleNamespace(static_forward_context=context)})
+    context["layers.0"] = SimpleNamespace(impl=made, head_size_v=32)
+    with pytest.raises(NotImplementedError, match="values of another size, 32, than keys, 64"):
+        made.process_weights_after_loading(torch.float32)
+
+
 def test_all_that_is_not_supported_is_named_at_once(layer):
     with pytest.raises(NotImplementedError, match="ALiBi; speculative decoding"):
         layer({"speculative_config": object()}, alibi_slopes=[1.0, 0.5])
 
 
-@pytest.mark.parametrize(("asked", "named"), [({"use_mla": True}, "MLA"), ({"use_kv_connector": True}, "KV connector")], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_non_causal": True}, "non-causal attention"),
+        ({"use_batch_invariant": True}, "batch invariance"),
+        ({"use_kv_connector": True}, "KV connector"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only"),
+    ],
+    ids=str,
+)
 def test_what_vllm_asks_before_it_makes_a_layer_is_answered_with_no(asked, named):
     """As its CUDA platform asks; the one for the CPU refuses MLA by itself."""
     from vllm.platforms.interface import DeviceCapability

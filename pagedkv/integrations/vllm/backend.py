@@ -12,6 +12,7 @@ import os
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -119,7 +120,16 @@ class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
     reorder_batch_threshold = 1  # asks the engine to put decodes first
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
+        """Raises `NotImplementedError`, at start-up, for layers that attend to other tokens than a decoder's do."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        kind = type(kv_cache_spec).__name__
+        _refuse(
+            {
+                kind: kind not in ("FullAttentionSpec", "SlidingWindowSpec"),
+                "attention that is not causal": getattr(kv_cache_spec, "non_causal", False),
+                "attention within chunks": getattr(kv_cache_spec, "attention_chunk_size", None) is not None,
+            }
+        )
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> PagedKVMetadata:
         batch = common_attn_metadata
@@ -141,6 +151,13 @@ class PagedKVMetadataBuilder(AttentionMetadataBuilder[PagedKVMetadata]):
         tokens_after = [left for length in lengths[:few] for left in reversed(range(length))]
         request, tokens_after = to_device([request, tokens_after], seq_lens.device)
         return PagedKVMetadata(starts[few], tables.index_select(0, request), seq_lens.index_select(0, request) - tokens_after, pieces)
+
+
+def _refuse(refused: dict[str, bool]) -> None:
+    """Raise an error that names all of what is true. An engine shows it when it starts."""
+    asked = [what for what, is_asked in refused.items() if is_asked]
+    if asked:
+        raise NotImplementedError(f"pagedkv's vLLM backend does not support: {'; '.join(asked)}")
 
 
 def _reads_the_cache(length: int, context: int) -> bool:
@@ -170,22 +187,31 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         **others,
     ) -> None:
         config = get_current_vllm_config()
-        refused = {
-            f"head_dim {head_size} (wanted: a multiple of 8, at most {MAX_HEAD_DIM})": not PagedKVBackend.supports_head_size(head_size),
-            f"--kv-cache-dtype {kv_cache_dtype} (wanted: none or {INT8}, or float16, bfloat16 for a cache that is not quantised)": (
-                kv_cache_dtype not in PagedKVBackend.supported_kv_cache_dtypes
-            ),
-            "ALiBi": alibi_slopes is not None,
-            f"{getattr(attn_type, 'value', attn_type)} attention": attn_type != AttentionType.DECODER,
-            "layers that share a KV cache": kv_sharing_target_layer_name is not None,
-            "a KV connector": config.kv_transfer_config is not None,
-            "speculative decoding": config.speculative_config is not None,  # lengths on the host are then guesses
-            "decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
-            **{name: value not in (None, False, -1) for name, value in others.items()},
-        }
-        asked = [what for what, is_asked in refused.items() if is_asked]
-        if asked:
-            raise NotImplementedError(f"pagedkv's vLLM backend does not support: {'; '.join(asked)}")
+        # All of it, also what vLLM asks `PagedKVBackend` before: its CPU platform does not ask.
+        model, parallel, dtype = config.model_config, config.parallel_config, config.model_config.dtype
+        _refuse(
+            {
+                f"head_dim {head_size} (wanted: a multiple of 8, at most {MAX_HEAD_DIM})": not PagedKVBackend.supports_head_size(head_size),
+                f"--dtype {str(dtype).removeprefix('torch.')}": dtype not in PagedKVBackend.supported_dtypes,
+                f"--kv-cache-dtype {kv_cache_dtype} (wanted: none or {INT8}, or float16, bfloat16 for a cache that is not quantised)": (
+                    kv_cache_dtype not in PagedKVBackend.supported_kv_cache_dtypes
+                ),
+                # Such a layer is told "auto", as every layer is where the command line names no dtype.
+                "--kv-cache-dtype-skip-layers": bool(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+                "ALiBi": alibi_slopes is not None,
+                f"{getattr(attn_type, 'value', attn_type)} attention": attn_type != AttentionType.DECODER,
+                "attention that is not causal": getattr(config.attention_config, "use_non_causal", False),
+                "attention both ways within a prefix": getattr(model, "is_mm_prefix_lm", False),
+                "MLA": getattr(model, "use_mla", False),
+                "layers that share a KV cache": kv_sharing_target_layer_name is not None,
+                "a KV connector": config.kv_transfer_config is not None,
+                "speculative decoding": config.speculative_config is not None,  # lengths on the host are then guesses
+                "decode context parallelism": parallel.decode_context_parallel_size > 1,
+                "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+                "VLLM_BATCH_INVARIANT": getattr(envs, "VLLM_BATCH_INVARIANT", False),  # splits follow from the batch's shape
+                **{name: value not in (None, False, -1) for name, value in others.items()},
+            }
+        )
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.prefill = Prefill(self.scale, sliding_window, logits_soft_cap or None, sinks, _flash_version(config, sinks))
@@ -210,12 +236,13 @@ class PagedKVImpl(AttentionImpl[PagedKVMetadata]):
         This is the last call before the engine asks layers for the size of their pages. What is set here vLLM sets itself, in layer and
         configuration, for a checkpoint that brings an FP8 cache.
         """
-        if not self._makes_int8:
-            return
-        self._config.cache_config.cache_dtype = INT8
         for layer in self._config.compilation_config.static_forward_context.values():
             if getattr(layer, "impl", None) is self:
-                layer.kv_cache_dtype, layer.kv_cache_torch_dtype = INT8, torch.int8
+                value_size = getattr(layer, "head_size_v", self.head_size)  # which a layer does not tell its implementation
+                _refuse({f"values of another size, {value_size}, than keys, {self.head_size}": value_size != self.head_size})
+                if self._makes_int8:
+                    self._config.cache_config.cache_dtype = INT8
+                    layer.kv_cache_dtype, layer.kv_cache_torch_dtype = INT8, torch.int8
 
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """key, value: `[num_tokens, num_kv_heads, head_dim]`; slot_mapping: int64, negative where a token is padding."""
