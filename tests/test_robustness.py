@@ -84,9 +84,10 @@ def test_the_library_is_held_against_what_was_launched(monkeypatch, tmp_path):
 
     def listed(command, env, **how):
         name = "void pagedkv::c(int)" if "PAGEDKV_CUDA_ARCH" in env else "void pagedkv::a<float>(int)"
-        return subprocess.CompletedProcess(command, 0, f"{name}\n", "")
+        return SimpleNamespace(communicate=lambda timeout: (f"{name}\n", ""), returncode=0, kill=lambda: None)
 
-    monkeypatch.setattr(robustness.subprocess, "run", listed)
+    monkeypatch.delenv("PAGEDKV_CUDA_ARCH", raising=False)
+    monkeypatch.setattr(robustness.subprocess, "Popen", listed)
     row = robustness.coverage_row(CUDA, {"native": None})
     assert (row["kernels"], row["launched"], row["unreachable"]) == (4, 1, 1)
     assert (row["missed"], row["names"]) == (2, ["void pagedkv::b(int)", "void pagedkv::c(int)"])
@@ -109,6 +110,23 @@ def test_the_sweep_calls_every_op_on_whatever_device():
         if len(names) % 3 == 0 or what.endswith("all options"):
             call()
     assert names == {*OPS}, "a new op comes with its variants"
+
+
+def test_repeats_run_through_every_architectures_code(monkeypatch):
+    """The other's comes from a process of its own, which here runs this machine's."""
+    environment = robustness.child.environment
+    monkeypatch.setattr(robustness.child, "environment", lambda arch: asked.append(arch) or environment())
+    asked = []
+    rows = list(robustness.sameness_rows(CPU, {"native": None, "compute_75": "75+PTX"}, 1))
+    assert asked == ["75+PTX"]
+    native, other = ([row for row in rows if row["arch"] == arch] for arch in ("native", "compute_75"))
+    assert [{**row, "arch": "native"} for row in other] == native and len(native) == 9
+
+
+def test_a_process_that_breaks_is_an_error_that_says_what_it_said(monkeypatch):
+    monkeypatch.setattr(robustness.child, "command", lambda *_: [robustness.sys.executable, "-c", "raise ValueError('no such device')"])
+    with pytest.raises(RuntimeError, match=r"compute_75.*ended with 1(.|\n)*no such device"):
+        list(robustness.sameness_rows(CPU, {"compute_75": "75+PTX"}, 1))
 
 
 def test_repeats_are_compared_bit_for_bit(monkeypatch):

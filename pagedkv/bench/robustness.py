@@ -310,12 +310,8 @@ def coverage_row(device: torch.device, archs: dict[str, str | None]) -> dict:
     if held is None:
         return row | {"status": "absent", "reason": "no cuobjdump was found, or it does not read this library"}
     launched = set()
-    for arch in archs.values():
-        command = child.command("pagedkv.bench.robustness", "--device", device, "--list")
-        done = subprocess.run(command, env=child.environment(arch), capture_output=True, text=True, timeout=_TIMEOUT_S)
-        if done.returncode != 0:
-            raise RuntimeError(f"the sweep ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-        launched |= {_plain(line) for line in done.stdout.splitlines()}
+    for output in _side_by_side({name: _started(device, arch, "--list") for name, arch in archs.items()}):
+        launched |= {_plain(line) for line in output.splitlines()}
     missed = [name for name in held if _plain(name) not in launched]
     unreachable = [name for name in missed if any(part in name for part in UNREACHABLE)]
     names = [name for name in missed if name not in unreachable]
@@ -323,11 +319,55 @@ def coverage_row(device: torch.device, archs: dict[str, str | None]) -> dict:
                   "missed": len(names), "names": names}  # fmt: skip
 
 
+def _started(device: torch.device, arch: str | None, *options: object) -> subprocess.Popen:
+    """This module in a process of its own, with kernels for `arch`."""
+    command = child.command("pagedkv.bench.robustness", "--device", device, *options)
+    return subprocess.Popen(command, env=child.environment(arch), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _side_by_side(running: dict[str, subprocess.Popen]) -> Iterator[str]:
+    """What each process printed, in order. Raises `RuntimeError` where one died; the message ends with what it printed last."""
+    try:
+        for name, process in running.items():
+            output, errors = process.communicate(timeout=_TIMEOUT_S)
+            if process.returncode != 0:
+                raise RuntimeError(f"{name} ended with {process.returncode}: {(output + errors)[-2000:]}")
+            yield output
+    finally:
+        for process in running.values():
+            process.kill()
+
+
 def _plain(name: str) -> str:
     return re.sub(r"\s+|\(anonymous namespace\)::", "", name)
 
 
 # ------------------------------------------------------------------------------- splits, repeats, graphs
+
+
+def sameness_rows(device: torch.device, archs: dict[str, str | None], repeats: int = REPEATS) -> Iterator[dict]:
+    """`repeat_rows`, on CUDA `split_rows` and `graph_rows` too, for each of `archs` (as `sanitizer_rows` takes them), which `arch` names.
+
+    Another architecture's code runs in a process of its own, beside this one's.
+
+    Raises:
+        RuntimeError: a process died; the message ends with what it printed last.
+    """
+    others = {name: _started(device, arch, "--sameness", repeats) for name, arch in archs.items() if arch is not None}
+    try:
+        yield from (row | {"arch": name} for name in archs if name not in others for row in _sameness(device, repeats))
+        for name, output in zip(others, _side_by_side(others), strict=True):
+            yield from (json.loads(line) | {"arch": name} for line in output.splitlines() if line.startswith("{"))
+    finally:
+        for process in others.values():
+            process.kill()
+
+
+def _sameness(device: torch.device, repeats: int) -> Iterator[dict]:
+    yield from repeat_rows(device, repeats)
+    if device.type == "cuda":
+        yield from split_rows(device)
+        yield from graph_rows(device, repeats)
 
 
 def split_rows(device: torch.device) -> Iterator[dict]:
@@ -411,12 +451,16 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--list", action="store_true", help="print the names of the kernels that were launched, instead of how many calls")
+    parser.add_argument("--sameness", type=int, metavar="REPEATS", help="instead: repeats, splits and graphs, a row a line as JSON")
     parser.add_argument("--plant", choices=TOOLS, help="instead: a fault that this tool has to find")
     arguments = parser.parse_args()
     device = hardware.resolve(arguments.device)
     pagedkv.backend(device)
     if arguments.list:
         print(*sorted({launch["name"] for launch in launches(lambda: sweep(device))}), sep="\n")
+    elif arguments.sameness:
+        for row in _sameness(device, arguments.sameness):
+            print(json.dumps(row), flush=True)
     elif arguments.plant:
         _planted(device, arguments.plant)
     else:
