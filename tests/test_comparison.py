@@ -1,5 +1,8 @@
 """What the comparisons share: who is measured, what is left of one that cannot run, what the others are compared with."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -24,6 +27,25 @@ def test_memory_is_given_back_and_what_is_for_another_device_left_out():
     forgotten = []
     assert compared(forget=lambda: forgotten.append(1)) == [("measured", None)] and forgotten == [1]
     assert compared(devices=("cuda",)) == []
+
+
+def test_what_refers_to_itself_is_given_back_too_before_the_next_and_nothing_stays_frozen():
+    alive, seen = weakref.WeakSet(), []
+
+    class Buffer:
+        def __init__(self):
+            self.itself = self
+            alive.add(self)
+
+    def measured(_):
+        seen.append(len(alive))
+        Buffer()
+        yield {}
+
+    frozen = gc.get_freeze_count()
+    assert len(list(compare([Implementation("one"), Implementation("two")], CPU, {}, measured))) == 2
+    assert seen == [0, 0] and not alive
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_who_cannot_run_is_absent():

@@ -18,7 +18,7 @@ from pagedkv.evidence.timing import measure
 QUESTIONS = {
     "cpu": {"length": ("8x512", "32x1024", "64x2048")},
     "cuda": {
-        "length": ("8x512", "32x1024", "64x2048", "64x8192", "256x4096", "1x32768", "1x131072"),
+        "length": ("8x512", "32x1024", "64x2048", "64x8192", "256x4096", "1x32768", "1x131072", "8x131072"),
         "ragged": ("ragged_64x8192", "ragged_256x4096", "skewed_64x100000"),
         "heads": ("64x4096_kv32", "64x4096_kv4", "64x4096_d64", "64x4096_d256"),  # MHA, 8 query heads to a KV head
     },

@@ -248,9 +248,7 @@ def size_rows(
             yield {**times, "exact": exact, **extra}
 
     for fraction in fractions:
-        # The host sorts the same whatever k is: beside a GPU it is timed once.
-        on_host = num_blocks <= _MAX_HOST_BLOCKS and (device.type == "cpu" or fraction == fractions[0])
-        asked = [i for i in IMPLEMENTATIONS if on_host or not i.host]
+        asked = [i for i in IMPLEMENTATIONS if num_blocks <= _MAX_HOST_BLOCKS or not i.host]
         row = {"kind": "eviction", "blocks": num_blocks, "k": int(num_blocks * fraction), "fraction": fraction}
         yield from compare(asked, device, row, partial(measured, row["k"]))
 
