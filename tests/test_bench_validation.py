@@ -9,6 +9,7 @@ import pagedkv
 from pagedkv.bench import validation
 from pagedkv.bench.validation import attention_cases, oracle
 from pagedkv.bench.validation.judge import Check, max_error, merged, tolerance, worst
+from pagedkv.ops import registry
 
 CPU = torch.device("cpu")
 
@@ -29,6 +30,7 @@ def test_the_quick_sweep_passes_and_covers_its_ops(part):
             "quantization": {"quantize_kv", "dequantize_kv", "reshape_and_cache"},
             "eviction": {"eviction_scores", "select_eviction_candidates", "evict_blocks"},
             "sequence_eviction": {"accumulate_block_mass", "select_per_sequence", "token_moments", "channel_statistics"},
+            "registration": set(registry.NAMES),
         }[part]
     )
     assert len({(row["op"], row["case"], row["dtype"]) for row in rows}) == len(rows), "a row for each op, case and dtype"
@@ -65,6 +67,19 @@ def test_an_op_that_raises_is_a_row_that_fails_and_the_table_goes_on(monkeypatch
     first, second = next(merged([next(checks)])), next(merged([next(checks)]))
     assert first["ok"] is False and first["max_error"] is None and "sinks" in first["reason"]
     assert second["op"] == "quant_paged_attention" and second["ok"]
+
+
+def test_an_op_whose_fake_kernel_promises_another_shape_fails_opcheck_and_says_so(monkeypatch):
+    fake = torch.library.opcheck
+
+    def lies_about_scores(op, *args, **options):
+        if "eviction_scores" not in str(op):
+            return fake(op, *args, **options)
+        return {"test_schema": "SUCCESS", "test_faketensor": RuntimeError("shapes differ\nin many lines")}
+
+    monkeypatch.setattr(torch.library, "opcheck", lies_about_scores)
+    (line,) = validation.failures(rows_of("registration"))
+    assert line.startswith("eviction_scores: opcheck") and "test_faketensor" in line and line.endswith("RuntimeError: shapes differ")
 
 
 def test_the_large_cases_have_an_oracle_that_agrees_with_the_loops():

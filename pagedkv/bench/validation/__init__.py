@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pagedkv.bench import child
-from pagedkv.bench.validation import attention, eviction, quantization, sequence_eviction
+from pagedkv.bench.validation import attention, eviction, quantization, registration, sequence_eviction
 from pagedkv.bench.validation.judge import merged
 
 PARTS = {
@@ -23,6 +23,7 @@ PARTS = {
     "quantization": quantization.checks,
     "eviction": eviction.checks,
     "sequence_eviction": sequence_eviction.checks,
+    "registration": registration.checks,
 }
 
 
