@@ -31,6 +31,22 @@ def test_a_prediction_is_the_arithmetic_that_it_claims():
     assert limit == "instructions" and us == pytest.approx(2048 * 256 * 4 * 438 / (132 * 4) / 2.0 / 1e3)
 
 
+def test_the_top_is_predicted_at_the_roof_scales_included():
+    for at, roof in ((MANY, 500.0), (ONE, 60.0)):
+        us, limit = ladder.predicted_top_us(at, roof, sms=132, clock_ghz=2.0)
+        assert limit == "bytes" and us == pytest.approx(roof * (1 + 4 / (16 * 128)))
+    few = ladder.predicted_top_us(MANY, 500.0, sms=4, clock_ghz=2.0)  # hardly any bytes under way
+    assert few[1] == "latency" and few[0] == pytest.approx(MANY.kv_bytes("int8_block_head") / (4 * 98304) * 600 / 2.0 / 1e3)
+
+
+def test_what_came_of_a_prediction_is_told_in_a_line():
+    row = {"shape": "1x9", "predicted_us": 50.0, "predicted_limit": "bytes", "p50_us": 60.0, "over_prediction": 1.2, "roof_fraction": 0.8}
+    assert ladder.seen(row | {"step": 2.0}) == (
+        "1x9: predicted 50 us (bytes), seen 60 us, 1.20 times as long; 2 times as fast as the rung below; 80 % of the roof"
+    )
+    assert "below" not in ladder.seen(row | {"step": None})
+
+
 def test_splits_fill_the_device_and_no_more():
     assert [rung.num_splits(ONE, 132) for rung in ladder.RUNGS] == [1, 1, 49, 49]
     assert [rung.num_splits(MANY, 132) for rung in ladder.RUNGS] == [1, 1, 1, 1]
@@ -54,7 +70,8 @@ def test_the_ladder_is_for_one_kind_of_shape():
 def test_every_rung_computes_attention(name):
     climb = ladder.Climb(name, torch.device("cuda", 0))
     for number in range(1, ladder.TOP + 1):
-        assert climb.rung(number)["rel_error"] < 1e-3
+        row = climb.rung(number)
+        assert row["rel_error"] < 1e-3 and row["over_prediction"] == row["p50_us"] / row["predicted_us"]
     assert climb.height()["value"] > 0
 
 

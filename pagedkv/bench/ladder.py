@@ -1,7 +1,7 @@
 """The ladder: INT8 paged decode from the plain kernel to the library's op, a rung at a time.
 
 Rungs 1 to 4 are kernels/ladder/decode.cu, compiled here and called through ctypes: no part of the library. A rung says before it
-is timed what it should take, from three quantities that can be known in advance; see `predicted_us`.
+is timed what it should take, from quantities that can be known in advance; see `predicted_us` and `predicted_top_us`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ RUNGS = (
          heads=4, tokens=64, cycles=1000, instructions=4 * 433, ctas_per_sm=3, passes=1, splits=True),
 )  # fmt: skip
 TOP = len(RUNGS) + 1  # the library's op
+_TRIP_CYCLES = 600  # to memory and back, when little is under way
+_TOP_UNDER_WAY = 16 * 3 * 2048  # bytes on an SM: warps, half-pages of each, their size (kernels/cuda/attention/decode_mma.cuh)
 
 
 def predicted_us(rung: Rung, shape: Shape, roof_us: float, sms: int, clock_ghz: float, schedulers: int = 4) -> tuple[float, str]:
@@ -92,6 +94,30 @@ def predicted_us(rung: Rung, shape: Shape, roof_us: float, sms: int, clock_ghz: 
     }
     limit = max(limits, key=limits.get)
     return limits[limit], limit
+
+
+def predicted_top_us(shape: Shape, roof_us: float, sms: int, clock_ghz: float) -> tuple[float, str]:
+    """The same of the library's op, whose instructions hide behind its loads: the larger of two.
+
+    bytes         reading K, V and their scales, which the gather kernel does not read, at its rate
+    latency       as many trips to memory in a row as it takes with `_TOP_UNDER_WAY` bytes on each SM at a time
+    """
+    moved = shape.kv_bytes("int8_block_head")
+    limits = {
+        "bytes": roof_us * moved / shape.kv_bytes("int8"),
+        "latency": moved / (sms * _TOP_UNDER_WAY) * _TRIP_CYCLES / clock_ghz / 1e3,
+    }
+    limit = max(limits, key=limits.get)
+    return limits[limit], limit
+
+
+def seen(row: dict) -> str:
+    """What came of a rung's prediction, in a line."""
+    faster = f"; {row['step']:.3g} times as fast as the rung below" if row["step"] else ""
+    return (
+        f"{row['shape']}: predicted {row['predicted_us']:,.0f} us ({row['predicted_limit']}), seen {row['p50_us']:,.0f} us, "
+        f"{row['over_prediction']:.2f} times as long{faster}; {100 * row['roof_fraction']:.2g} % of the roof"
+    )
 
 
 # ---------------------------------------------------------------------------------------- the kernels
@@ -179,24 +205,28 @@ class Climb:
         self._times: dict[int, float] = {}
 
     def rung(self, number: int) -> dict:
-        """Predict, check and time one rung; `TOP` is the library's op, which nothing is predicted of.
+        """Predict, check and time one rung; `TOP` is the library's op, which plans its splits by itself.
 
         Returns:
-            A row of `kind` "rung": `shape`, `rung`, `name`, `splits`, `predicted_us`, `predicted_limit`, the times, `bytes` (K, V
-            and scales), `gb_per_s`, `roof_fraction`, `rel_error` against float32, `step` (times faster than the rung below, if climbed).
+            A row of `kind` "rung": `shape`, `rung`, `name`, `splits`, `predicted_us`, `predicted_limit`, the times, `over_prediction`
+            (the median over what was predicted), `bytes` (K, V and scales), `gb_per_s`, `roof_fraction`, `rel_error` against float32,
+            `step` (times faster than the rung below, if climbed).
 
         Raises:
             AssertionError: it computes something else than attention; it is not timed then.
         """
         s, name = self.inputs.shape, self.inputs.shape.name
         row = {"kind": "rung", "shape": name, "rung": number, "name": "quant_paged_attention", "status": "measured"}
+        known = s, self.roof_us, self.sms, clock_ghz(self.inputs.device)
         if number == TOP:
+            predicted, limit = predicted_top_us(*known)
             calls = _library_calls(self.inputs)
         else:
             rung = RUNGS[number - 1]
-            us, limit = predicted_us(rung, s, self.roof_us, self.sms, clock_ghz(self.inputs.device))
-            row |= {"name": rung.name, "splits": rung.num_splits(s, self.sms), "predicted_us": us, "predicted_limit": limit}
+            predicted, limit = predicted_us(rung, *known)
+            row |= {"name": rung.name, "splits": rung.num_splits(s, self.sms)}
             calls = rung_calls(rung, self.inputs)
+        row |= {"predicted_us": predicted, "predicted_limit": limit}
         error = rel_error(calls[0]()[: len(self._want)], self._want)
         if not error <= _MAX_REL_ERROR:
             raise AssertionError(f"rung {number} on {name}: relative error {error:.3g} against float32")
@@ -204,8 +234,8 @@ class Climb:
         us, moved = times["p50_us"], s.kv_bytes("int8_block_head")
         self._times[number] = us
         below = self._times.get(number - 1)
-        return row | {**times, "bytes": moved, "gb_per_s": moved / us / 1e3, "roof_fraction": self.roof_us / us, "rel_error": error,
-                      "step": below / us if below else None}  # fmt: skip
+        return row | {**times, "over_prediction": us / predicted, "bytes": moved, "gb_per_s": moved / us / 1e3,
+                      "roof_fraction": self.roof_us / us, "rel_error": error, "step": below / us if below else None}  # fmt: skip
 
     def height(self) -> dict:
         """A row of `kind` "derived": `quantity` "vs_published_kernel", the first rung's time over the library's."""
