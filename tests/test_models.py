@@ -133,6 +133,31 @@ def tiny(kind: str):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def test_a_gguf_model_is_read_once_and_is_a_folder_from_then_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: None, raising=False)
+    gguf, text, model, loaded = tmp_path / "x.gguf", tmp_path / "text.txt", tiny("llama"), []
+
+    def load(source, device="cpu"):
+        loaded.append(source)
+        return model, tokenizer
+
+    monkeypatch.setattr(models, "load", load)
+    gguf.write_bytes(b"weights")
+    text.write_bytes(TEXT)
+    options = ["--model", str(gguf), "--text", str(text), "--tokens", "32", "--queries", "4"]
+    assert models.main(["--out", str(tmp_path / "out"), "--strict", *options]) == 0
+    label, *_ = models.from_status(tmp_path / "out" / "status.json", tmp_path)
+    unpacked = tmp_path / "out" / "float32"
+    assert label == "x" and loaded == [str(gguf), unpacked]
+    again = type(model).from_pretrained(unpacked)
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+
+    options[1] = str(tmp_path)  # another model, which is a folder already: the old one's weights must not stand in for it
+    assert models.main(["--out", str(tmp_path / "out"), "--strict", *options]) == 0
+    models.from_status(tmp_path / "out" / "status.json", tmp_path)
+    assert not unpacked.exists() and loaded[2:] == [str(tmp_path)] * 2
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_attention_over_the_dump_is_what_the_model_computed(kind):
     model = tiny(kind)
