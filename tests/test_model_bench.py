@@ -208,6 +208,21 @@ def test_a_fact_is_found_in_a_cache_that_holds_it(small_eviction, ids):
     assert by_name["everything 0%"] == pytest.approx(float(want), rel=1e-4)
 
 
+def test_needles_asked_together_are_answered_as_alone(monkeypatch, small_eviction, ids):
+    _, model, tokenizer, _ = models.tiny()
+    planted = [eviction_quality.Needle(depth, length) for depth, length in ((0.1, 128), (0.5, 256), (0.9, 128), (0.3, 128))]
+    together = list(eviction_quality.needles(model, tokenizer, ids, {}, planted, say=quiet))
+    assert list(eviction_quality.batches(planted, 256)) == [[0, 2], [3], [1]]
+    monkeypatch.setitem(eviction_quality.NEEDLE_TOKENS, "cpu", 1)
+    assert list(eviction_quality.batches(planted, 1)) == [[0], [2], [3], [1]]
+    alone = list(eviction_quality.needles(model, tokenizer, ids, {}, planted, say=quiet))
+    for a, b in zip(together, alone, strict=True):
+        assert (a["variant"], a["found_at"]) == (b["variant"], b["found_at"])
+        assert a["answer_nll"] == pytest.approx(b["answer_nll"], rel=1e-4)
+    numbers = [eviction_quality.number(i) for i in range(30)]
+    assert len(set(numbers)) == 30 and all(len(str(n)) == 4 for n in numbers)
+
+
 def test_kvpress_absent_is_said(monkeypatch):
     def missing(name):
         raise kvpress_peer.importlib.metadata.PackageNotFoundError(name)

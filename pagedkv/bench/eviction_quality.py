@@ -193,6 +193,7 @@ NEEDLES = {  # on the CPU mostly short, since a prompt's cost is its length: dep
     "cuda": [Needle(depth, length) for length in (1024, 2048, 4096) for depth in DEPTHS],
 }
 QUICK_NEEDLES = [Needle(0.5, 256)]
+NEEDLE_TOKENS = {"cpu": 4096, "cuda": 16384}  # of the prompts in one batch: what a rule of kvpress keeps, every variant holds for itself
 
 
 def needles(model, tokenizer, ids: Tensor, presses: dict, planted: Sequence[Needle], say: Callable[[str], None] = print) -> Iterator[dict]:
@@ -202,27 +203,45 @@ def needles(model, tokenizer, ids: Tensor, presses: dict, planted: Sequence[Need
     """
     variants = plan(list(presses))
     flat = [variant for mine in variants for variant in mine]
-    found, nll = [], []
-    for i, needle in enumerate(planted):
-        number = f"{(7919 * (i + 1)) % 9000 + 1000}"
-        fact, question, answer = (
-            tokens(tokenizer, text)
-            for text in (f"\nThe number of the blue door is {number}.\n", "\nNow remember: the number of the blue door is", f" {number}")
-        )
-        start = round(needle.depth * (needle.length - len(fact)))
-        hay = ids[: needle.length - len(fact)]
-        prompt = torch.cat([hay[:start], fact, hay[start:]])[None].to(model.device)
-        cache = prompted(model, prompt, variants, presses)
-        asked = torch.cat([question, answer])[None, :-1].to(model.device)
+    question = tokens(tokenizer, "\nNow remember: the number of the blue door is")
+    order, found, nll = [], [], []
+    for batch in batches(planted, NEEDLE_TOKENS[model.device.type]):
+        answers = torch.stack([tokens(tokenizer, f" {number(i)}") for i in batch])
+        prompts = torch.stack([prompt(tokenizer, ids, planted[i], number(i)) for i in batch])
+        cache = prompted(model, prompts.to(model.device), variants, presses)
+        asked = torch.cat([question.expand(len(batch), -1), answers[:, :-1]], 1).to(model.device)
         with torch.inference_mode():
-            logits = model(asked.repeat(len(flat), 1), past_key_values=cache, logits_to_keep=len(answer)).logits
-        log_p, target = logits.float().log_softmax(-1), answer.to(model.device)
-        found.append((log_p.argmax(-1) == target).all(1).float().cpu())
-        nll.append(-log_p.gather(2, target.expand(len(flat), -1)[..., None])[..., 0].mean(1).cpu())
-        say(f"  {i + 1} of {len(planted)} needles")
-    for variant, hits, losses in zip(flat, torch.stack(found, 1), torch.stack(nll, 1), strict=True):
+            logits = model(asked.repeat(len(flat), 1), past_key_values=cache, logits_to_keep=answers.shape[1]).logits
+        log_p, target = logits.float().log_softmax(-1), answers.to(model.device).repeat(len(flat), 1)
+        found.append((log_p.argmax(-1) == target).all(1).float().view(len(flat), -1).cpu())
+        nll.append(-log_p.gather(2, target[..., None])[..., 0].mean(1).view(len(flat), -1).cpu())
+        order += batch
+        say(f"  {len(order)} of {len(planted)} needles")
+    as_planted = torch.tensor(order).argsort()
+    found, nll = (torch.cat(parts, 1)[:, as_planted] for parts in (found, nll))
+    for variant, hits, losses in zip(flat, found, nll, strict=True):
         row = {"what": "needle", **dataclasses.asdict(variant), "variant": variant.name, "needles": len(planted)}
         yield {**row, **with_interval("found", hits), **with_interval("answer_nll", losses), "found_at": depths(planted, hits)}
+
+
+def batches(planted: Sequence[Needle], at_most: int) -> Iterator[list[int]]:
+    """Which needles share a batch: those of one length, as many as have `at_most` tokens together, one at least."""
+    for length in dict.fromkeys(needle.length for needle in planted):
+        alike = [i for i, needle in enumerate(planted) if needle.length == length]
+        each = max(1, at_most // length)
+        yield from (alike[i : i + each] for i in range(0, len(alike), each))
+
+
+def number(i: int) -> int:
+    """What the needle `i` says: four digits, so that all are as many tokens."""
+    return (7919 * (i + 1)) % 9000 + 1000
+
+
+def prompt(tokenizer, ids: Tensor, needle: Needle, number: int) -> Tensor:
+    """The first tokens of a text `ids`, and the fact among them: int64 `[needle.length]`."""
+    fact = tokens(tokenizer, f"\nThe number of the blue door is {number}.\n")
+    start, end = round(needle.depth * (needle.length - len(fact))), needle.length - len(fact)
+    return torch.cat([ids[:start], fact, ids[start:end]])
 
 
 def depths(planted: Sequence[Needle], hits: Tensor) -> str:

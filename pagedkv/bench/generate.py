@@ -111,9 +111,12 @@ def speed(
     stock, paged = DynamicCache(), {spec: PagedCache(model, spec) for spec in ("unquantised", "block_head")}
     caches = {"stock": stock, **paged}
     seconds: dict[str, list[float]] = {name: [] for name in caches}
-    for cache in (Ensemble(model, list(paged.values())), stock):
-        model.set_attn_implementation("sdpa" if cache is stock else "pagedkv")
-        following = model(ids[None, :context].to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    model.set_attn_implementation("sdpa")
+    following = model(ids[None, :context].to(model.device), past_key_values=stock, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    for cache in paged.values():  # the prompt is read once
+        for i, layer in enumerate(stock.layers):
+            cache.store(i, layer.keys, layer.values, None)
+        cache.finish(context)
     token = dict.fromkeys(caches, following)
     for step in range(steps + 4):
         for name, cache in caches.items():

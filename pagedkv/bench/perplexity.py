@@ -13,7 +13,7 @@ from pagedkv.integrations.transformers import PagedCache
 from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 
 BLOCK_SIZE = 16
-SIZES = {"cpu": Sizes(32, 256, 64, together=16), "cuda": Sizes(96, 256, 128, together=48)}  # the text has room for 102 of the latter
+SIZES = {"cpu": Sizes(32, 256, 64, together=32), "cuda": Sizes(96, 256, 128, together=48)}  # the text has room for 102 of the latter
 QUICK_SIZES = Sizes(2, 256, 64, together=2)
 MOST_PERCENT = 51.6  # of float16's bytes: what a scale for each token and head takes at head_dim 128
 
@@ -45,8 +45,9 @@ def measure(model, ids: Tensor, sizes: Sizes, say: Callable[[str], None] = print
     config = model.config.get_text_config(decoder=True)
     heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     specs, parts = schemes(), []
+    blocks = -(-(sizes.context + sizes.scored) // BLOCK_SIZE)  # of a window; a pool that grew would be copied each time
     for prompts, following in sizes.batches(ids.to(model.device)):
-        members = [PagedCache(model, spec, block_size=BLOCK_SIZE) for spec in specs.values()]
+        members = [PagedCache(model, spec, block_size=BLOCK_SIZE, num_blocks=len(prompts) * blocks) for spec in specs.values()]
         cache = Ensemble(model, members)
         with torch.inference_mode():
             model(prompts, past_key_values=cache, logits_to_keep=1)
