@@ -3,7 +3,8 @@
 //
 // No CUDA header is needed: the device guard and the current stream come from c10's device-neutral
 // interface, so this file compiles against a CPU build of torch as well.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
