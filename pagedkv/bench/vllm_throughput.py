@@ -110,6 +110,7 @@ def engine(model: str, cache: str, folder: Path, max_model_len: int):
         max_num_seqs=MAX_REQUESTS,
         gpu_memory_utilization=MEMORY,
         enable_prefix_caching=False,
+        enable_flashinfer_autotune=False,  # of operators that no engine here uses
         compilation_config={"cudagraph_capture_sizes": list(GRAPHS)},
         seed=0,
         **CACHES[cache],
