@@ -300,7 +300,9 @@ def test_what_is_not_supported_is_refused_by_name(layer, asked, named):
 
 
 def test_batch_invariance_is_refused_by_name(layer, monkeypatch):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    from pagedkv.integrations.vllm import backend
+
+    monkeypatch.setattr(backend, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))  # vLLM keeps what it read of the environment
     with pytest.raises(NotImplementedError, match="does not support: VLLM_BATCH_INVARIANT"):
         layer()
 
