@@ -193,7 +193,7 @@ NEEDLES = {  # on the CPU mostly short, since a prompt's cost is its length: dep
     "cuda": [Needle(depth, length) for length in (1024, 2048, 4096) for depth in DEPTHS],
 }
 QUICK_NEEDLES = [Needle(0.5, 256)]
-NEEDLE_TOKENS = {"cpu": 4096, "cuda": 16384}  # of the prompts in one batch: what a rule of kvpress keeps, every variant holds for itself
+NEEDLE_TOKENS = {"cpu": 4096, "cuda": 8192}  # of the prompts in one batch: what a rule of kvpress keeps, every variant holds for itself
 
 
 def needles(model, tokenizer, ids: Tensor, presses: dict, planted: Sequence[Needle], say: Callable[[str], None] = print) -> Iterator[dict]:
