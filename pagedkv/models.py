@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import gzip
 import hashlib
 import io
@@ -168,12 +169,30 @@ def load(source: str | Path, device: torch.device | str = "cpu"):
     if path.suffix == ".gguf" and not path.is_file():
         raise ModelError(f"no model file {path}")
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # reading GGUF draws a bar that no switch turns off
+        with contextlib.redirect_stderr(io.StringIO()), _header_read_once():  # reading GGUF draws a bar that no switch turns off
             tokenizer = transformers.AutoTokenizer.from_pretrained(where, **file)
             model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file, **options)
     except Exception as error:  # whatever a damaged file makes the loaders raise
         raise ModelError(f"cannot read the model {source}: {type(error).__name__}: {one_line(error)}") from error
     return model.eval().to(device), tokenizer
+
+
+@contextlib.contextmanager
+def _header_read_once():
+    """transformers parses a GGUF header, vocabulary and all, four times, and makes the table of names for each tensor: most of the time."""
+    try:
+        import gguf
+    except ImportError:  # for a model of another kind it is not needed; for one of this kind transformers says so
+        yield
+        return
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in before.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gguf, name, function)
 
 
 def save_safetensors(folder: Path, assets: Path) -> Path:

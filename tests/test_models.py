@@ -133,6 +133,22 @@ def tiny(kind: str):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+def test_a_gguf_header_is_parsed_once_while_a_model_is_read(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    with models._header_read_once():
+        reader = gguf.GGUFReader(tmp_path / "x.gguf")
+        assert isinstance(reader, before[0]) and gguf.GGUFReader(tmp_path / "x.gguf") is reader
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is names
+        assert names.get_name("model.layers.1.mlp.up_proj", try_suffixes=(".weight",)) == "blk.1.ffn_up"
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+
+
 def test_a_gguf_model_is_read_once_and_is_a_folder_from_then_on(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: None, raising=False)
     gguf, text, model, loaded = tmp_path / "x.gguf", tmp_path / "text.txt", tiny("llama"), []
