@@ -1,4 +1,4 @@
-// What the kernels share: error checks, dispatch over dtypes, prefix sums, eight elements at a time.
+// What the kernels share: error checks, launches, dispatch over dtypes, prefix sums, eight elements at a time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,6 +31,61 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 inline unsigned grid_for(int64_t work, int64_t per_cta, int64_t most) {
   const int64_t ctas = (work + per_cta - 1) / per_cta;
   return static_cast<unsigned>(ctas < 1 ? 1 : ctas < most ? ctas : most);
+}
+
+// ---------------------------------------------------------------------------------------------- launches
+
+template <typename T>
+__global__ void architecture_probe() {}
+
+// The virtual architecture that this library's code was compiled for, times ten: 75 where compute_75 PTX runs
+// on a newer card, so that the card's own capability would mislead.
+inline int compiled_for() {
+  static const int version = [] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, architecture_probe<void>), "cudaFuncGetAttributes");
+    return attributes.ptxVersion;
+  }();
+  return version;
+}
+
+// Launch attribute, from sm_90 on: the kernel is scheduled while the one before it in the stream still runs, once all of that
+// one's CTAs have called let_next_kernel_start or ended. Each of its threads calls wait_for_kernel_before ahead of its first access
+// to memory, so that it sees what was written, overwrites nothing that is still read, and ends after the one before. It reads
+// with plain loads: ld.global.nc takes memory for constant from before the wait.
+inline cudaLaunchAttribute overlap() {
+  cudaLaunchAttribute attribute{};
+  if (compiled_for() >= 90) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  return attribute;
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// With attributes, of which those left empty are ignored.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes,
+            const Arguments&... arguments) {
+  cudaLaunchAttribute given[4];
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(unsigned(threads));
+  config.stream = stream;
+  config.attrs = given;
+  for (const cudaLaunchAttribute& attribute : attributes) {
+    if (attribute.id != cudaLaunchAttributeIgnore) given[config.numAttrs++] = attribute;
+  }
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "kernel launch");
 }
 
 // Calls `use` with a value of the element type that `dtype` names.

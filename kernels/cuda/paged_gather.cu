@@ -14,7 +14,9 @@ template <class C>
 __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) gather(AttentionParams p, SplitPlan plan, uint32_t* checksum) {
   __shared__ StepEntry entries[C::stage_steps];
   __shared__ WorkItem work;
-  if (!find_work<C::threads>(plan, p.seq_lens, blockIdx.z * gridDim.y + blockIdx.y, work)) return;
+  const int item = blockIdx.z * gridDim.y + blockIdx.y;
+  prefetch_table(plan, p, item);
+  if (!find_work<C::threads>(plan, p.seq_lens, item, work)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Pages<C> pages(p, blockIdx.x, lane / 4, lane % 4);
   const int32_t* table = p.block_tables + work.seq * p.block_tables_stride;
@@ -60,17 +62,16 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) gather(AttentionPa
 
 void paged_gather(const AttentionParams& p, uint32_t* checksum, void* stream_) {
   const auto stream = static_cast<cudaStream_t>(stream_);
-  auto launch = [&](auto config) {
+  auto run = [&](auto config) {
     using C = decltype(config);
     if constexpr (!C::mass) {  // which p does not ask for
       const SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), int(p.num_kv_heads), false);
-      gather<C><<<item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, 0, stream>>>(p, plan, checksum);
-      check(cudaGetLastError(), "paged_gather");
+      launch(gather<C>, item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, stream, {}, p, plan, checksum);
     }
   };
   if (!fits_mma(p)) throw std::runtime_error("paged_gather: head_dim 64, 128 or 256, blocks of a multiple of 16 tokens and aligned rows only");
-  if (p.cache_dtype == DType::kInt8) return with_head_dim<__half, CacheKind::kInt8BlockHead>(p, launch);
-  return with_head_dim<__half, CacheKind::kHalf>(p, launch);
+  if (p.cache_dtype == DType::kInt8) return with_head_dim<__half, CacheKind::kInt8BlockHead>(p, run);
+  return with_head_dim<__half, CacheKind::kHalf>(p, run);
 }
 
 }  // namespace pagedkv

@@ -78,8 +78,6 @@ __device__ inline void load_8(uint32_t* r, const char* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
 }
 
-__device__ inline void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 __device__ inline void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -104,6 +102,12 @@ __device__ inline void mma_half(float (&)[4], const uint32_t (&)[4], uint32_t, u
 __device__ inline float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -336,9 +340,9 @@ __device__ inline Product<C> column(const Product<C> (&d)[4], int e) {
   if constexpr (C::quantised) return d[e] * kDigitBase + d[2 + e]; else return d[e];  // at most 256 * 127^2 * 255 < 2^31
 }
 
-// S = q K^T in base-2 logits, before masking and but for K's scale: s[i] is (head g, token C::token(i, t)).
+// q K^T but for the scales: s[i] is (head g, token C::token(i, t)).
 template <class C>
-__device__ inline void scores(float (&s)[4], const QueryFragments<C>& query, float query_scale, const HalfStep<C>& k, int lane) {
+__device__ inline void multiply_keys(Product<C> (&s)[4], const QueryFragments<C>& query, const HalfStep<C>& k, int lane) {
   if constexpr (C::whole_lines) {
     constexpr int lines = C::k_pieces / 2;
 #pragma unroll
@@ -353,7 +357,7 @@ __device__ inline void scores(float (&s)[4], const QueryFragments<C>& query, flo
           multiply<C>(second, query.a[2 * line + 1][half][lane], r[2 * half], r[2 * half + 1]);
         }
       }
-      s[i] = float(column<C>(first, 0) + column<C>(second, 1)) * query_scale;
+      s[i] = column<C>(first, 0) + column<C>(second, 1);
     }
   } else {
 #pragma unroll
@@ -362,15 +366,22 @@ __device__ inline void scores(float (&s)[4], const QueryFragments<C>& query, flo
 #pragma unroll
       for (int half = 0; half < 2; ++half) multiply<C>(d, query.a[0][half][lane], k.r[4 * j + 2 * half], k.r[4 * j + 2 * half + 1]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) s[2 * j + e] = float(column<C>(d, e)) * query_scale;
+      for (int e = 0; e < 2; ++e) s[2 * j + e] = column<C>(d, e);
     }
   }
+}
+
+// Those products as base-2 logits, before masking.
+template <class C>
+__device__ inline void to_logits(float (&x)[4], const Product<C> (&s)[4], const QueryFragments<C>& query, float scale, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = float(s[i]) * scale;
   if constexpr (C::quantised) {
     if (!query.fine) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[i] += __shfl_down_sync(~0u, s[i], 4 * kFineHeads);
-      if (lane >= 4 * kFineHeads) s[i] = 0.f;
+      x[i] += __shfl_down_sync(~0u, x[i], 4 * kFineHeads);
+      if (lane >= 4 * kFineHeads) x[i] = 0.f;
     }
   }
 }
@@ -491,9 +502,6 @@ __device__ inline float4 cluster_load(const float4*, int) { return {}; }
 
 template <class C>
 __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(AttentionParams p, SplitPlan plan, Partials partials) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the merge kernel may be scheduled as soon as SMs have room
-#endif
   union Shared {
     StepEntry entries[C::stage_steps];
     float4 tiles[C::warps][C::merge_tiles][32];
@@ -508,9 +516,8 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   const int tiles_per_group = ceil_div(group, kTileHeads);
   const int kv_head = head_tile / tiles_per_group, first_head = head_tile % tiles_per_group * kTileHeads;
   const int tile_head0 = kv_head * group + first_head, tile_heads = min(kTileHeads, group - first_head);
-  if (plan.in_cluster && threadIdx.x * 32 < p.max_blocks) {  // a short table: its lines and the length are asked for at once
-    prefetch_l2(p.block_tables + item / plan.fixed_splits * p.block_tables_stride + threadIdx.x * 32);
-  }
+  prefetch_table(plan, p, item);
+  let_next_kernel_start();
   __shared__ WorkItem work;
   if (!find_work<C::threads>(plan, p.seq_lens, item, work) && !plan.in_cluster) {  // whose cluster waits for it
     if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, tile_head0, tile_heads, C::head_dim);
@@ -519,9 +526,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   QueryLoad<C> query_load;
   query_load.issue(p, work.seq, tile_head0, tile_heads);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  if (head_tile == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
-    partials.splits[work.seq] = {work.index - work.split, work.num_splits};
-  }
+  if (head_tile == 0) partials.note_splits(plan, work);
 
   const Pages<C> pages(p, kv_head, g, t);
   const int32_t* table = p.block_tables + work.seq * p.block_tables_stride;
@@ -530,12 +535,11 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
   const int block_size = int(p.block_size);
 
   // One token-head scale a lane: K's of token `lane` below 16, V's (as log2) of token `lane - 16` above.
-  auto load_token_scale = [&](const StepEntry& at) {
-    const bool is_v = lane >= 16;
-    const float* scale = is_v ? p.v_scale + at.block * p.v_scale_stride_block + (at.token + lane - 16) * p.v_scale_stride_token + kv_head * p.v_scale_stride_head
-                              : p.k_scale + at.block * p.k_scale_stride_block + (at.token + lane) * p.k_scale_stride_token + kv_head * p.k_scale_stride_head;
-    return __ldg(scale);
-  };
+  const bool holds_v = lane >= 16;
+  const uint32_t scale_stride_block = uint32_t(holds_v ? p.v_scale_stride_block : p.k_scale_stride_block);
+  const uint32_t scale_stride_token = uint32_t(holds_v ? p.v_scale_stride_token : p.k_scale_stride_token);
+  const float* token_scales = (holds_v ? p.v_scale + kv_head * p.v_scale_stride_head : p.k_scale + kv_head * p.k_scale_stride_head) + lane % 16 * scale_stride_token;
+  auto load_token_scale = [&](const StepEntry& at) { return __ldg(token_scales + (uint64_t(at.block) * scale_stride_block + at.token * scale_stride_token)); };
 
   if (threadIdx.x == 0) query.fine = false;
   for (int turn = 0;; ++turn) {  // a second one where q is fine and the tile has more than four heads
@@ -598,10 +602,16 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
 
         float x[4];       // base-2 logits
         float v_log2[4];  // log2 of V's token-head scales; a block-head scale is the step's
-        scores(x, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, k, lane);
-        if (more) pages.load_k(k, next_entry);
+        Product<C> products[4];
+        multiply_keys(products, query, k, lane);
+        // From here on K's registers are free. Where there is more to do before the weights, the next K sets out first; with one scale
+        // for all, that was 0.5 % slower, for no reason that shows in the instructions.
+        constexpr bool next_k_first = C::kind == CacheKind::kInt8TokenHead;
+        if (next_k_first && more) pages.load_k(k, next_entry);
+        to_logits<C>(x, products, query, C::kind == CacheKind::kInt8BlockHead ? query_scale * entry.k_scale : query_scale, lane);
+        if (!next_k_first && more) pages.load_k(k, next_entry);
         if constexpr (C::kind == CacheKind::kInt8TokenHead) {
-          if (lane >= 16) token_scale = __log2f(token_scale);
+          if (holds_v) token_scale = __log2f(token_scale);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             x[i] *= __shfl_sync(~0u, token_scale, C::token(i, t));
@@ -651,7 +661,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
           step_sum += __shfl_xor_sync(~0u, step_sum, 1);
           step_sum += __shfl_xor_sync(~0u, step_sum, 2);
           if (t == 0 && g < heads) {
-            partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + head0 + g] = m + __log2f(step_sum);
+            partials.step_mass[(int64_t(work.seq) * partials.max_steps + step) * p.num_heads + head0 + g] = m + fast_log2(step_sum);
           }
         }
         using Weight = std::conditional_t<C::quantised, __half, typename C::Query>;

@@ -117,9 +117,7 @@ struct HeadView {
 
 template <typename Q, typename KV>
 __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p, SplitPlan plan, Partials partials) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  let_next_kernel_start();
   __shared__ SoftmaxState states[kTokenGroups];
   __shared__ float outs[kTokenGroups][256];
 
@@ -129,9 +127,7 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
     if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, head, 1, p.head_dim);
     return;
   }
-  if (head == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
-    partials.splits[work.seq] = {work.index - work.split, work.num_splits};
-  }
+  if (head == 0) partials.note_splits(plan, work);
 
   const HeadView<Q, KV> view(p, work.seq, head);
   const int group = threadIdx.x / kTokenLanes;

@@ -225,9 +225,7 @@ __device__ inline float over_tokens(float x, Combine combine) {
 
 template <class C>
 __global__ void __launch_bounds__(kSimtThreads, C::ctas_per_sm) decode_simt(AttentionParams p, SplitPlan plan, Partials partials) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
+  let_next_kernel_start();
   using KV = typename C::KV;
   static_assert(kSimtHeads == 4 && kSimtWarps == kSimtHeads);  // weights are float4; a warp takes a head before and after the loop
   union Shared {
@@ -248,9 +246,7 @@ __global__ void __launch_bounds__(kSimtThreads, C::ctas_per_sm) decode_simt(Atte
     if (plan.fixed_splits && item < plan.max_items()) partials.leave_empty(item, p.num_heads, heads.first, heads.count, p.head_dim);
     return;
   }
-  if (head_tile == 0 && work.split == 0 && threadIdx.x == 0 && !plan.fixed_splits) {
-    partials.splits[work.seq] = {work.index - work.split, work.num_splits};
-  }
+  if (head_tile == 0) partials.note_splits(plan, work);
   __shared__ SimtCache caches[2];
   if (threadIdx.x == 0) {
     constexpr int bytes = sizeof(KV);

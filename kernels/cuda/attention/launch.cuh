@@ -9,25 +9,11 @@
 
 namespace pagedkv::attention {
 
-template <typename T>
-__global__ void architecture_probe() {}
-
-// The virtual architecture that this library's code was compiled for, times ten: 75 where compute_75 PTX runs
-// on a newer card, so that the card's own capability would mislead.
-inline int compiled_for() {
-  static const int version = [] {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, architecture_probe<void>), "cudaFuncGetAttributes");
-    return attributes.ptxVersion;
-  }();
-  return version;
-}
-
 inline int num_sms() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 // ---------------------------------------------------------------------------------------- one path's launches
 
-// Launch attributes: the CTAs of a sequence's splits as a cluster; start while the kernel before drains (sm_90 up).
+// Launch attribute: the CTAs of a sequence's splits as a cluster.
 inline cudaLaunchAttribute cluster_of(const SplitPlan& plan) {
   cudaLaunchAttribute attribute{};
   if (plan.in_cluster) {
@@ -36,30 +22,11 @@ inline cudaLaunchAttribute cluster_of(const SplitPlan& plan) {
   }
   return attribute;
 }
-inline cudaLaunchAttribute overlap() {
-  cudaLaunchAttribute attribute{};
-  if (compiled_for() >= 90) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  return attribute;
-}
 
 // x: head tiles; y, and z where there are more than y can count: items.
 inline dim3 item_grid(int head_tiles, int64_t items) {
   const int64_t layers = (items + kMaxGridRows - 1) / kMaxGridRows;
   return dim3(unsigned(head_tiles), unsigned((items + layers - 1) / layers), unsigned(layers));
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, cudaLaunchAttribute attribute, const Arguments&... arguments) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(unsigned(threads));
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = attribute.id == cudaLaunchAttributeIgnore ? 0 : 1;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "kernel launch");
 }
 
 struct Path {
@@ -77,16 +44,19 @@ template <typename Q, typename Kernel>
 Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel decode) {
   Partials partials{};
   partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_mass);
-  launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, cluster_of(path.plan), p, path.plan, partials);
+  launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, {cluster_of(path.plan)}, p, path.plan, partials);
 
   // A CTA merges several heads where there are many and most sequences have nothing to merge.
   const int64_t several = path.plan.always_merge ? 1 : std::max<int64_t>(1, p.num_seqs * p.num_heads / 512);
   const int heads_per_merge = int(std::min<int64_t>(p.num_heads, several));
   const bool merging = (path.plan.fixed_splits != 1 && !path.plan.in_cluster) || path.plan.always_merge;
   const int64_t merges = merging ? p.num_seqs * ceil_div(int(p.num_heads), heads_per_merge) : 0;
-  const int64_t masses = p.block_mass && path.step_mass != StepMass::kNone ? p.num_seqs * ceil_div(int(p.max_blocks), kMassBlocks) : 0;
+  // So many blocks a warp that two CTAs an SM take them all.
+  const bool masses_left = p.block_mass && path.step_mass != StepMass::kNone;
+  const int blocks_per_warp = int(std::clamp<int64_t>(p.num_seqs * p.max_blocks / (2 * kMergeWarps * num_sms()), 1, kMassBlocksPerWarp));
+  const int64_t masses = masses_left ? p.num_seqs * ceil_div(int(p.max_blocks), blocks_per_warp * kMergeWarps) : 0;
   if (merges + masses > 0) {
-    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, overlap(), p, path.plan, partials, int(merges), heads_per_merge);
+    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, {overlap()}, p, path.plan, partials, int(merges), heads_per_merge, blocks_per_warp);
   }
   return partials;
 }
@@ -117,7 +87,8 @@ inline bool fits_mma(const AttentionParams& p) {
          rows_aligned_16(p.k_cache, p.k_stride_block, p.k_stride_token, p.k_stride_head, bytes) &&
          rows_aligned_16(p.v_cache, p.v_stride_block, p.v_stride_token, p.v_stride_head, bytes) &&
          p.k_stride_token * bytes < (1 << 24) && p.v_stride_token * bytes < (1 << 24) &&  // 32-bit offsets within a block
-         p.k_stride_block * bytes < INT_MAX && p.v_stride_block * bytes < INT_MAX;        // and factors of a block id
+         p.k_stride_block * bytes < INT_MAX && p.v_stride_block * bytes < INT_MAX &&      // and factors of a block id
+         p.k_scale_stride_block < INT_MAX && p.v_scale_stride_block < INT_MAX && p.k_scale_stride_token < (1 << 24) && p.v_scale_stride_token < (1 << 24);
 }
 
 // Calls `use` with the DecodeConfig that serves p.
@@ -197,8 +168,7 @@ void run_general(const AttentionParams& p, void* workspace, cudaStream_t stream)
   with_general_path<Q, KV>(p, [&](const Path& path, auto decode) {
     const Partials partials = run<Q>(p, path, workspace, stream, decode);
     if (p.block_mass && path.step_mass == StepMass::kNone && p.num_seqs * p.max_blocks > 0) {
-      block_mass_plain<Q, KV><<<unsigned(p.num_seqs * p.max_blocks), kPlainThreads, 0, stream>>>(p, path.plan, partials);
-      check(cudaGetLastError(), "block_mass");
+      launch(block_mass_plain<Q, KV>, dim3(unsigned(p.num_seqs * p.max_blocks)), kPlainThreads, stream, {}, p, path.plan, partials);
     }
   });
 }

@@ -3,8 +3,9 @@
 // The host knows shapes only; lengths are on the device. The unit of work is `tokens_per_unit` tokens of one
 // sequence. A sequence of u units is cut in ceil(u / c) splits of nearly equal size, and c is chosen on the
 // device so that all the splits together number at most num_seqs + target: the grid has that many rows,
-// whatever the lengths turn out to be. Every CTA derives the same plan from seq_lens, in about a microsecond, so
-// there is no planning launch and no read-back.
+// whatever the lengths turn out to be. Every CTA derives the same plan from seq_lens, so there is no planning launch
+// and no read-back. Items 0 to num_seqs - 1 are the first splits of the sequences, which so know early whose table
+// they will read; the other splits follow, sequence by sequence.
 //
 // `target` aims at one wave where that is possible: a second wave of leftovers would leave most of the device idle, while
 // CTAs that end early leave their bandwidth to the others.
@@ -29,6 +30,7 @@ namespace pagedkv::attention {
 constexpr int kMaxGridRows = 65535;
 constexpr int kMaxCluster = 4;  // CTAs; with eight, waiting for room in one GPC cost more than the splits saved
 constexpr int kStepTokens = 16;  // the fast kernels' inner step; unit sizes are multiples of it
+constexpr int kTableLine = 32;   // entries of a block table in a line of the cache
 
 struct SplitPlan {
   int num_seqs;
@@ -39,6 +41,7 @@ struct SplitPlan {
   int fixed_splits;  // 0: planned on the device
   bool in_cluster;   // the fixed splits of a sequence merge within a cluster
   bool always_merge = false;  // also a sequence in one piece: its output needs a last touch (see `finish`)
+  int table_lines = 0;  // of a block table, that an item is likely to begin with
 
   __host__ __device__ int64_t max_items() const {
     return fixed_splits ? int64_t(num_seqs) * fixed_splits : int64_t(num_seqs) + target;
@@ -83,6 +86,14 @@ __device__ inline WorkItem make_item(const SplitPlan& plan, TokenRange r, int se
 
 }  // namespace detail
 
+// Asks for the lines of the block table that item `index` begins with, while the lengths are still under way. By all the threads.
+__device__ inline void prefetch_table(const SplitPlan& plan, const AttentionParams& p, int index) {
+  if (int(threadIdx.x) >= plan.table_lines) return;
+  const int seq = plan.in_cluster ? index / plan.fixed_splits : index;
+  if (seq >= plan.num_seqs) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p.block_tables + seq * p.block_tables_stride + threadIdx.x * kTableLine));
+}
+
 // The work of item `index`, left in shared memory by all the threads of the CTA; false: nothing to do.
 template <int kThreads>
 __device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens, int index, WorkItem& work) {
@@ -106,32 +117,39 @@ __device__ inline bool find_work(const SplitPlan& plan, const int32_t* seq_lens,
   const int run = ceil_div(plan.num_seqs, kThreads);
   const int seq_begin = min(int(threadIdx.x) * run, plan.num_seqs), seq_end = min(seq_begin + run, plan.num_seqs);
   auto units_of = [&](int s) { return num_units(attended_tokens(seq_lens[s], plan.capacity, plan.window), plan.tokens_per_unit); };
+  TokenRange own{};
+  if (index < plan.num_seqs && threadIdx.x == 0) own = attended_tokens(seq_lens[index], plan.capacity, plan.window);
   const int first_units = seq_begin < seq_end ? units_of(seq_begin) : 0;  // all there is, up to kThreads sequences
   int units = first_units;
 #pragma unroll 1  // code that runs once is paid for in instruction fetches
   for (int s = seq_begin + 1; s < seq_end; ++s) units += units_of(s);
   int total;
   block_exclusive_sum<kThreads>(units, scratch, &total);
+  const int units_per_split = max(1, ceil_div(total, plan.target));
+  auto splits_of = [&](int units) { return max(1, ceil_div(units, units_per_split)); };
+  if (index < plan.num_seqs) {
+    if (threadIdx.x == 0) work = make_item(plan, own, index, 0, splits_of(num_units(own, plan.tokens_per_unit)), index);
+    __syncthreads();
+    return true;
+  }
+
   if (threadIdx.x == 0) work.num_splits = 0;
   __syncthreads();
-  const int units_per_split = max(1, ceil_div(total, plan.target));
-
-  auto splits_of = [&](int units) { return max(1, ceil_div(units, units_per_split)); };
-  int splits = seq_begin < seq_end ? splits_of(first_units) : 0;
+  int more = seq_begin < seq_end ? splits_of(first_units) - 1 : 0;  // than the first of each
 #pragma unroll 1
-  for (int s = seq_begin + 1; s < seq_end; ++s) splits += splits_of(units_of(s));
-  int num_items;
-  int first = block_exclusive_sum<kThreads>(splits, scratch, &num_items);
-  if (index >= first && index < first + splits) {
+  for (int s = seq_begin + 1; s < seq_end; ++s) more += splits_of(units_of(s)) - 1;
+  int num_more;
+  int first = plan.num_seqs + block_exclusive_sum<kThreads>(more, scratch, &num_more);
+  if (index >= first && index < first + more) {
 #pragma unroll 1
     for (int s = seq_begin; s < seq_end; ++s) {
       const TokenRange r = attended_tokens(seq_lens[s], plan.capacity, plan.window);
       const int num_splits = splits_of(num_units(r, plan.tokens_per_unit));
-      if (index < first + num_splits) {
-        work = make_item(plan, r, s, index - first, num_splits, index);
+      if (index < first + num_splits - 1) {
+        work = make_item(plan, r, s, 1 + index - first, num_splits, index);
         break;
       }
-      first += num_splits;
+      first += num_splits - 1;
     }
   }
   __syncthreads();
@@ -160,6 +178,9 @@ inline SplitPlan make_plan(const AttentionParams& p, int tokens_per_unit, int sl
     if (plan.in_cluster && splits > kMaxCluster) splits = kMaxCluster;
     plan.fixed_splits = int(splits < 1 ? 1 : splits);
   }
+  constexpr int64_t kMostLines = 16;
+  const int64_t lines = (p.max_blocks + kTableLine - 1) / kTableLine;
+  if (plan.in_cluster || !plan.fixed_splits) plan.table_lines = int(lines < kMostLines ? lines : kMostLines);
   return plan;
 }
 

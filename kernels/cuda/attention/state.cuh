@@ -19,7 +19,7 @@ enum class StepMass { kNone, kLog2, kState };
 // Workspace. Partial state `item` of head h: m, l at [item * num_heads + h], the unnormalised output
 // sum of 2^(logit - m) * v behind it in `acc`.
 struct Partials {
-  int2* splits;  // [num_seqs] {first item, number of splits}, written by each sequence's first CTA; not in a fixed plan
+  int2* splits;  // [num_seqs] {number of splits, item of the second}: the items of a sequence; not in a fixed plan
   float *m, *l;  // [max_items, num_heads]
   float* acc;    // [max_items, num_heads, head_dim]
   // Only with block mass. Of each 16-token step, log2 of its sum of exponentials, which is as exact as half-precision q asks
@@ -28,6 +28,13 @@ struct Partials {
   SoftmaxState* step_states;  // the same
   SoftmaxState* totals;  // [num_seqs, num_heads]; of a split sequence, written when its splits merge
   int max_steps;
+
+  // By the CTAs of one head tile.
+  __device__ void note_splits(const SplitPlan& plan, const WorkItem& work) const {
+    if (plan.fixed_splits || threadIdx.x != 0) return;
+    if (work.split == 0) splits[work.seq].x = work.num_splits;
+    if (work.split == 1) splits[work.seq].y = work.index;
+  }
 
   // The state of a split without tokens, for `heads` heads; by all the threads of a CTA.
   __device__ void leave_empty(int64_t item, int64_t num_heads, int head0, int heads, int64_t head_dim) const {
@@ -116,61 +123,74 @@ __device__ inline void store_rotated(T* row, int head_dim, Value value) {
 
 // ------------------------------------------------------------------------------------------ kernels
 
-constexpr int kMergeThreads = 128;
+constexpr int kMergeThreads = 256;
 constexpr int kMergeWarps = kMergeThreads / 32;
 
 // The partial states of one sequence.
 struct SplitRange {
-  int first, count;
+  int count, first, second;  // items
+  __device__ int64_t item(int split) const { return split == 0 ? first : second + split - 1; }
 };
 
 __device__ inline SplitRange splits_of(const SplitPlan& plan, const Partials& partials, int seq) {
-  if (plan.fixed_splits) return {seq * plan.fixed_splits, plan.in_cluster ? 1 : plan.fixed_splits};
+  if (plan.fixed_splits) return {plan.in_cluster ? 1 : plan.fixed_splits, seq * plan.fixed_splits, seq * plan.fixed_splits + 1};
   const int2 splits = partials.splits[seq];
-  return {splits.x, splits.y};
+  return {splits.x, seq, splits.y};
 }
 
 // Merge the splits of one (sequence, head); the order is that of the splits, so the result does not depend on which CTA finished first.
 template <typename T>
 __device__ inline void merge_splits(const AttentionParams& p, const Partials& partials, SplitRange splits, int seq, int head) {
-  __shared__ SoftmaxState warp_states[kMergeWarps];
-  __shared__ float weights[kMergeThreads];
-  const int64_t row = int64_t(splits.first) * p.num_heads + head;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto row_of = [&](int split) { return splits.item(split) * p.num_heads + head; };
 
+  // A warp takes every eighth split, a lane four dims (and four more where head_dim exceeds 128). What fills one wave of CTAs is
+  // asked for at once, and while the states are being merged.
+  constexpr int kHeld = 9;
+  float4 held[kHeld][2];
+  float held_m[kHeld];
+  auto load = [&](int base) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int split = base + i * kMergeWarps + warp;
+      held_m[i] = split < splits.count ? partials.m[row_of(split)] : -INFINITY;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int d = 4 * (lane + 32 * r);
+        held[i][r] = {};
+        if (split < splits.count && d < p.head_dim) held[i][r] = *reinterpret_cast<const float4*>(partials.acc + row_of(split) * p.head_dim + d);
+      }
+    }
+  };
+  load(0);
+
+  __shared__ SoftmaxState warp_states[kMergeWarps];
   SoftmaxState tokens;
-  for (int s = threadIdx.x; s < splits.count; s += kMergeThreads) {
-    tokens = merge(tokens, {partials.m[row + s * p.num_heads], partials.l[row + s * p.num_heads]});
-  }
+  for (int s = threadIdx.x; s < splits.count; s += kMergeThreads) tokens = merge(tokens, {partials.m[row_of(s)], partials.l[row_of(s)]});
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
     tokens = threadIdx.x & d ? merge(other, tokens) : merge(tokens, other);
   }
   __syncthreads();  // the head before is done with shared memory
-  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = tokens;
+  if (lane == 0) warp_states[warp] = tokens;
   __syncthreads();
   tokens = warp_states[0];
 #pragma unroll
   for (int w = 1; w < kMergeWarps; ++w) tokens = merge(tokens, warp_states[w]);
   const Normaliser norm = normaliser(tokens, p.sinks, head);
 
-  // A warp takes every fourth split, a lane four dims (and four more where head_dim exceeds 128).
   __shared__ float4 warp_sums[kMergeWarps][2][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float4 sums[2] = {};
-  for (int base = 0; base < splits.count; base += kMergeThreads) {
-    const int count = min(kMergeThreads, splits.count - base);
-    __syncthreads();
-    if (threadIdx.x < count) weights[threadIdx.x] = rescale(partials.m[row + (base + threadIdx.x) * p.num_heads], tokens.m);
-    __syncthreads();
+  for (int base = 0; base < splits.count; base += kHeld * kMergeWarps) {
+    if (base > 0) load(base);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int d = 4 * (lane + 32 * r);
-      if (d >= p.head_dim) break;
-#pragma unroll 8
-      for (int s = warp; s < count; s += kMergeWarps) {
-        const float4 a = *reinterpret_cast<const float4*>(partials.acc + (row + (base + s) * p.num_heads) * p.head_dim + d);
-        sums[r].x += weights[s] * a.x, sums[r].y += weights[s] * a.y, sums[r].z += weights[s] * a.z, sums[r].w += weights[s] * a.w;
+    for (int i = 0; i < kHeld; ++i) {
+      const float weight = rescale(held_m[i], tokens.m);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float4 a = held[i][r];
+        sums[r].x += weight * a.x, sums[r].y += weight * a.y, sums[r].z += weight * a.z, sums[r].w += weight * a.w;
       }
     }
   }
@@ -195,61 +215,67 @@ __device__ inline void merge_splits(const AttentionParams& p, const Partials& pa
   }
 }
 
-constexpr int kMassBlocks = 32;  // logical blocks that a CTA adds up
+// The state of a head over all of a sequence's tokens, in every warp; a lane has a head of its own. By all the threads of a CTA.
+__device__ inline SoftmaxState total_of_head(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, SplitRange splits, int seq, int head) {
+  if (splits.count == 1 && !plan.always_merge) return partials.totals[int64_t(seq) * p.num_heads + head];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  SoftmaxState total;
+  for (int s = warp; s < splits.count; s += kMergeWarps) {
+    const int64_t at = splits.item(s) * p.num_heads + head;
+    total = merge(total, {partials.m[at], partials.l[at]});
+  }
+  __shared__ SoftmaxState of_warp[kMergeWarps][32];
+  __syncthreads();  // the heads before have been read
+  of_warp[warp][lane] = total;
+  __syncthreads();
+  total = of_warp[0][lane];
+#pragma unroll
+  for (int w = 1; w < kMergeWarps; ++w) total = merge(total, of_warp[w][lane]);
+  return total;
+}
 
-// block_mass from what the fast kernel left for each 16-token step. A warp takes a logical block, a lane a head.
-__device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int first_block) {
+constexpr int kMassBlocksPerWarp = 8;  // logical blocks, at most
+
+// block_mass from what the fast kernels left for each 16-token step. A warp takes every eighth of the CTA's logical blocks, a lane
+// a head.
+__device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int first_block, int blocks_per_warp) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const TokenRange r = attended_tokens(p.seq_lens[seq], plan.capacity, plan.window);
   const SplitRange splits = splits_of(plan, partials, seq);
-  const int steps_per_block = int(p.block_size) / kStepTokens;
-  float mass[kMassBlocks / kMergeWarps] = {};
+  const int steps_per_block = int(p.block_size) / kStepTokens, first_step = r.begin / kStepTokens, end_step = ceil_div(r.end, kStepTokens);
+  float mass[kMassBlocksPerWarp] = {};
   bool bad = r.bad;
-  for (int head = lane; head < p.num_heads; head += 32) {
-    SoftmaxState total;
-    if (splits.count == 1 && !plan.always_merge) {
-      total = partials.totals[int64_t(seq) * p.num_heads + head];
-    } else {
-#pragma unroll 4
-      for (int s = 0; s < splits.count; ++s) {
-        const int64_t at = int64_t(splits.first + s) * p.num_heads + head;
-        total = merge(total, {partials.m[at], partials.l[at]});
-      }
-    }
+  for (int head0 = 0; head0 < p.num_heads; head0 += 32) {
+    const int head = min(head0 + lane, int(p.num_heads) - 1);
+    const SoftmaxState total = total_of_head(p, plan, partials, splits, seq, head);
     bad = bad || is_bad(total);
-    const float share = 1.f / (total.l * float(p.num_heads));
+    const float share = head0 + lane < p.num_heads ? 1.f / (total.l * float(p.num_heads)) : 0.f;
+    for (int j = 0; j < steps_per_block; ++j) {
 #pragma unroll
-    for (int i = 0; i < kMassBlocks / kMergeWarps; ++i) {
-      const int block = first_block + warp + i * kMergeWarps;
-      const int begin = max(block * steps_per_block, r.begin / kStepTokens);
-      const int end = min((block + 1) * steps_per_block, ceil_div(r.end, kStepTokens));
-      const int64_t first = int64_t(seq) * partials.max_steps * p.num_heads + head;
-      for (int s = begin; s < end; ++s) {
-        const int64_t at = first + s * p.num_heads;
-        if (partials.step_mass) {
-          mass[i] += exp2f(partials.step_mass[at] - total.m) * share;
-        } else {
-          mass[i] += partials.step_states[at].l * rescale(partials.step_states[at].m, total.m) * share;
-        }
+      for (int i = 0; i < kMassBlocksPerWarp; ++i) {  // all the blocks' loads at once: each takes its time
+        const int step = (first_block + warp + i * kMergeWarps) * steps_per_block + j;
+        if (i >= blocks_per_warp || step < first_step || step >= end_step) continue;
+        const int64_t at = (int64_t(seq) * partials.max_steps + step) * p.num_heads + head;
+        const SoftmaxState of_step = partials.step_mass ? SoftmaxState{partials.step_mass[at], 1.f} : partials.step_states[at];
+        mass[i] += of_step.l * rescale(of_step.m, total.m) * share;
       }
     }
   }
   bad = __any_sync(~0u, bad);
 #pragma unroll
-  for (int i = 0; i < kMassBlocks / kMergeWarps; ++i) {
+  for (int i = 0; i < kMassBlocksPerWarp; ++i) {
     const int block = first_block + warp + i * kMergeWarps;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) mass[i] += __shfl_xor_sync(~0u, mass[i], d);
-    if (lane == 0 && block < p.max_blocks) p.block_mass[int64_t(seq) * p.max_blocks + block] = bad ? NAN : mass[i];
+    if (lane == 0 && i < blocks_per_warp && block < p.max_blocks) p.block_mass[int64_t(seq) * p.max_blocks + block] = bad ? NAN : mass[i];
   }
 }
 
 // What is left after the decode kernel, in one launch: the first `merges` CTAs merge splits, the rest add up block mass.
 template <typename T>
-__global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, SplitPlan plan, Partials partials, int merges, int heads_per_merge) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();  // launched while the decode kernel drains
-#endif
+__global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, SplitPlan plan, Partials partials, int merges, int heads_per_merge, int blocks_per_warp) {
+  let_next_kernel_start();
+  wait_for_kernel_before();
   const int cta = blockIdx.x;
   if (cta < merges) {
     const int ctas_per_seq = ceil_div(int(p.num_heads), heads_per_merge), seq = cta / ctas_per_seq;
@@ -259,8 +285,8 @@ __global__ void __launch_bounds__(kMergeThreads) finish(AttentionParams p, Split
     for (int h = head0; h < min(head0 + heads_per_merge, int(p.num_heads)); ++h) merge_splits<T>(p, partials, splits, seq, h);
     return;
   }
-  const int ctas_per_seq = ceil_div(int(p.max_blocks), kMassBlocks);
-  mass_of_blocks(p, plan, partials, (cta - merges) / ctas_per_seq, (cta - merges) % ctas_per_seq * kMassBlocks);
+  const int blocks_per_cta = blocks_per_warp * kMergeWarps, ctas_per_seq = ceil_div(int(p.max_blocks), blocks_per_cta);
+  mass_of_blocks(p, plan, partials, (cta - merges) / ctas_per_seq, (cta - merges) % ctas_per_seq * blocks_per_cta, blocks_per_warp);
 }
 
 }  // namespace pagedkv::attention
