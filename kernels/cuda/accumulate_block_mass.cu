@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(kThreads) decay(MassParams p) {
 
 // A thread goes down `rows` of a column, and adds to memory once for neighbours that hold the same block: the same sequence at several
 // steps, or sequences that share their beginning.
+template <int kInFlight>
 __global__ void __launch_bounds__(kThreads) add(MassParams p, int64_t rows) {
   constexpr float kOne = static_cast<float>(int64_t{1} << kMassFractionBits);
-  constexpr int kInFlight = 8;
   const int64_t stretches = (p.num_seqs + rows - 1) / rows * p.max_blocks;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < stretches; i += int64_t{gridDim.x} * kThreads) {
     const Quotient at = divide(i, static_cast<int>(p.max_blocks));
@@ -56,7 +56,8 @@ void accumulate_block_mass(const MassParams& p, void* stream_) {
   if (p.decay != 1 && p.num_blocks > 0) decay<<<grid_for(p.num_blocks, kThreads, 1 << 16), kThreads, 0, stream>>>(p);
   const int64_t rows = std::clamp<int64_t>(p.num_seqs / 64, 1, 16);  // few rows are spread over as many threads as they fill
   const int64_t stretches = (p.num_seqs + rows - 1) / rows * p.max_blocks;
-  if (stretches > 0) add<<<grid_for(stretches, kThreads, 1 << 16), kThreads, 0, stream>>>(p, rows);
+  const auto kernel = rows == 1 ? add<1> : add<8>;
+  if (stretches > 0) kernel<<<grid_for(stretches, kThreads, 1 << 16), kThreads, 0, stream>>>(p, rows);
   check_launch("accumulate_block_mass");
 }
 

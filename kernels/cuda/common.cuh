@@ -49,10 +49,10 @@ inline int compiled_for() {
   return version;
 }
 
-// Launch attribute, from sm_90 on: the kernel is scheduled while the one before it in the stream still runs, once all of that
-// one's CTAs have called let_next_kernel_start or ended. Each of its threads calls wait_for_kernel_before ahead of its first access
-// to memory, so that it sees what was written, overwrites nothing that is still read, and ends after the one before. It reads
-// with plain loads: ld.global.nc takes memory for constant from before the wait.
+// Launch attribute for a kernel after another of the same call, from sm_90 on: it is scheduled while that one still runs, once all
+// of its CTAs have called let_next_kernel_start or ended. Every thread of it calls wait_for_kernel_before, ahead of its first access
+// to what the other writes or still reads. Code built for an older architecture does not wait there, so it must not be
+// overlapped, whatever runs it.
 inline cudaLaunchAttribute overlap() {
   cudaLaunchAttribute attribute{};
   if (compiled_for() >= 90) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // With attributes, of which those left empty are ignored.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes,
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes,
             const Arguments&... arguments) {
   cudaLaunchAttribute given[4];
   cudaLaunchConfig_t config{};

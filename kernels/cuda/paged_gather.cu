@@ -66,7 +66,7 @@ void paged_gather(const AttentionParams& p, uint32_t* checksum, void* stream_) {
     using C = decltype(config);
     if constexpr (!C::mass) {  // which p does not ask for
       const SplitPlan plan = make_plan(p, C::tokens_per_unit, C::ctas_per_sm * num_sms(), int(p.num_kv_heads), false);
-      launch(gather<C>, item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, stream, {}, p, plan, checksum);
+      launch_kernel(gather<C>, item_grid(int(p.num_kv_heads), plan.max_items()), C::threads, stream, {}, p, plan, checksum);
     }
   };
   if (!fits_mma(p)) throw std::runtime_error("paged_gather: head_dim 64, 128 or 256, blocks of a multiple of 16 tokens and aligned rows only");

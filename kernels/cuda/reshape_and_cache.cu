@@ -46,18 +46,7 @@ __device__ __forceinline__ bool in_pool(const Write& w, int64_t slot) { return s
 
 // ------------------------------------------------------------------------------- winners in the workspace
 
-// From sm_90 on, the kernels of a call are scheduled while the one before drains, as soon as all of its CTAs have started; until
-// here they do what needs no workspace.
-__device__ __forceinline__ void wait_for_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
+// The kernels of a call overlap; until wait_for_kernel_before they do what needs no workspace.
 
 // Clears what belongs to the blocks that are written: a run of tokens of one block leaves it to its first, and that one to its warp.
 template <bool kTokenHead>
@@ -486,22 +475,6 @@ __global__ void __launch_bounds__(kCta) write_tokens(const __grid_constant__ Wri
 
 // ------------------------------------------------------------------------------------------------ launch
 
-// A kernel after another of the same call; see wait_for_kernel_before. Code built for an older architecture does not wait there, so
-// it must not be overlapped, whatever runs it.
-void launch_after(void (*kernel)(Write), dim3 ctas, int threads, cudaStream_t stream, const Write& w) {
-  static const bool overlaps = [] {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, claim_slots), "cudaFuncGetAttributes");
-    return attributes.ptxVersion >= 90;
-  }();
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas, config.blockDim = threads, config.stream = stream, config.attrs = &attribute, config.numAttrs = overlaps;
-  check(cudaLaunchKernelEx(&config, kernel, w), "reshape_and_cache");
-}
-
 template <class T, bool kAligned, bool kRotated>
 void launch_blocks(const Write& w, cudaStream_t stream) {
   const unsigned spread = static_cast<unsigned>((2 * w.num_kv_heads + kWarps - 1) / kWarps);  // CTAs with a warp for each head
@@ -511,8 +484,8 @@ void launch_blocks(const Write& w, cudaStream_t stream) {
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<false><<<grid, kThreads, 0, stream>>>(w);
-  launch_after(claim_slots_of_blocks<T, kAligned, kRotated>, grid, kThreads, stream, w);
-  launch_after(write_blocks<T, kAligned, kRotated>, dim3(grid_for(w.num_tokens, w.span, kMaxCtas), spread), kThreads, stream, w);
+  launch_kernel(claim_slots_of_blocks<T, kAligned, kRotated>, grid, kThreads, stream, {overlap()}, w);
+  launch_kernel(write_blocks<T, kAligned, kRotated>, dim3(grid_for(w.num_tokens, w.span, kMaxCtas), spread), kThreads, stream, {overlap()}, w);
 }
 
 // kUnits: at least those of a row.
@@ -525,8 +498,8 @@ void launch_tokens(const Write& w, cudaStream_t stream) {
   }
   const unsigned grid = grid_for(w.num_tokens, kThreads, kMaxCtas);
   clear_winners<true><<<grid, kThreads, 0, stream>>>(w);
-  launch_after(claim_slots, grid, kThreads, stream, w);
-  launch_after(write_tokens<T, kAligned, kRotated, kLanes, kTokens, kCta, false>, grid_for(w.num_tokens, kTokens, kMaxCtas), kCta, stream, w);
+  launch_kernel(claim_slots, grid, kThreads, stream, {overlap()}, w);
+  launch_kernel(write_tokens<T, kAligned, kRotated, kLanes, kTokens, kCta, false>, grid_for(w.num_tokens, kTokens, kMaxCtas), kCta, stream, {overlap()}, w);
 }
 
 template <class T, bool kAligned, bool kRotated>

@@ -44,7 +44,7 @@ template <typename Q, typename Kernel>
 Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaStream_t stream, Kernel decode) {
   Partials partials{};
   partials.lay_out(static_cast<char*>(workspace), p, path.plan.max_items(), path.step_mass);
-  launch(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, {cluster_of(path.plan)}, p, path.plan, partials);
+  launch_kernel(decode, item_grid(path.head_tiles, path.plan.max_items()), path.threads, stream, {cluster_of(path.plan)}, p, path.plan, partials);
 
   // A CTA merges several heads where there are many and most sequences have nothing to merge.
   const int64_t several = path.plan.always_merge ? 1 : std::max<int64_t>(1, p.num_seqs * p.num_heads / 512);
@@ -56,7 +56,7 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
   const int blocks_per_warp = int(std::clamp<int64_t>(p.num_seqs * p.max_blocks / (2 * kMergeWarps * num_sms()), 1, kMassBlocksPerWarp));
   const int64_t masses = masses_left ? p.num_seqs * ceil_div(int(p.max_blocks), blocks_per_warp * kMergeWarps) : 0;
   if (merges + masses > 0) {
-    launch(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, {overlap()}, p, path.plan, partials, int(merges), heads_per_merge, blocks_per_warp);
+    launch_kernel(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, {overlap()}, p, path.plan, partials, int(merges), heads_per_merge, blocks_per_warp);
   }
   return partials;
 }
@@ -168,7 +168,7 @@ void run_general(const AttentionParams& p, void* workspace, cudaStream_t stream)
   with_general_path<Q, KV>(p, [&](const Path& path, auto decode) {
     const Partials partials = run<Q>(p, path, workspace, stream, decode);
     if (p.block_mass && path.step_mass == StepMass::kNone && p.num_seqs * p.max_blocks > 0) {
-      launch(block_mass_plain<Q, KV>, dim3(unsigned(p.num_seqs * p.max_blocks)), kPlainThreads, stream, {}, p, path.plan, partials);
+      launch_kernel(block_mass_plain<Q, KV>, dim3(unsigned(p.num_seqs * p.max_blocks)), kPlainThreads, stream, {}, p, path.plan, partials);
     }
   });
 }
