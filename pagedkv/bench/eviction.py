@@ -284,6 +284,11 @@ def _one_outlier(n: int, g: torch.Generator) -> Tensor:
     return scores
 
 
+def _runs(n: int, g: torch.Generator) -> Tensor:
+    level = torch.rand(n // 100 + 1, generator=g, device=g.device)
+    return level.repeat_interleave(100)[:n] + 1e-4 * _random(n, g)
+
+
 # Name: (blocks, generator) -> scores. What a selection by sampling, by histogram or by the bits of a float may stumble over.
 DISTRIBUTIONS: dict[str, Draw] = {
     "uniform": _random,
@@ -300,6 +305,9 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "two clusters": lambda n, g: _random(n, g) * 1e-6 + (_random(n, g) < 0.5),
     "one outlier": _one_outlier,
     "within one percent": lambda n, g: 0.5 + 0.01 * _random(n, g),
+    "within one percent, amid a bin": lambda n, g: 0.51 + 0.01 * _random(n, g),
+    "within a tenth of a percent": lambda n, g: 0.5 + 0.001 * _random(n, g),
+    "runs of a hundred near each other": _runs,
     "all magnitudes": lambda n, g: (_random(n, g) - 0.5) * 10.0 ** ((_random(n, g) * 70).floor() - 35),
 }
 
