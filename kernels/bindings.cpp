@@ -255,7 +255,7 @@ pagedkv::PagedTokens paged_tokens(const Tensor& cache, const optional<Tensor>& s
   t.seq_lens = seq_lens.const_data_ptr<int32_t>();
   t.num_seqs = block_tables.size(0), t.max_blocks = block_tables.size(1);
   t.num_blocks = cache.size(0), t.block_size = cache.size(1), t.num_kv_heads = cache.size(2), t.head_dim = cache.size(3);
-  t.blocks_per_group = blocks_per_group, t.num_groups = (t.max_blocks + blocks_per_group - 1) / blocks_per_group;
+  t.blocks_per_group = blocks_per_group, t.num_groups = t.max_blocks / blocks_per_group + (t.max_blocks % blocks_per_group != 0);
   return t;
 }
 

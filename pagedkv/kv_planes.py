@@ -150,6 +150,5 @@ def _shift_back(out: Tensor, lse: Tensor, shift: Tensor, sinks: Tensor | None) -
 
 def _positive(**arguments: int) -> None:
     for name, value in arguments.items():
-        checks.integer(name, value)
-        if value < 1:
+        if checks.integer(name, value) < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")

@@ -71,6 +71,8 @@ class PagedKVCache:
     ):
         device = torch.device(device)
         checks.present(device)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        num_blocks, block_size, num_kv_heads, head_dim = (checks.integer(name, size) for name, size in sizes.items())
         self._planes = KVPlanes(num_blocks, block_size, num_kv_heads, head_dim, spec, dtype, device)
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = num_blocks, block_size, num_kv_heads, head_dim
         self.spec, self.device, self.dtype = self._planes.spec, self._planes.device, self._planes.dtype
@@ -102,7 +104,7 @@ class PagedKVCache:
 
         Blocks reserved for `seq` and not yet written stay its own.
         """
-        seq = _integer("seq", seq)
+        seq = checks.integer("seq", seq)
         child = self._pool.fork(seq)
         if self.spec.subtract_k_mean:
             self._k_means[child] = self._k_means[seq]
@@ -110,7 +112,7 @@ class PagedKVCache:
 
     def free(self, seq: int) -> None:
         """Give up a sequence: the blocks that no other holds are free again."""
-        seq = _integer("seq", seq)
+        seq = checks.integer("seq", seq)
         self._pool.free(seq)
         self._k_means.pop(seq, None)
 
@@ -123,7 +125,7 @@ class PagedKVCache:
         Args:
             logical_blocks: distinct places in the sequence's row of `block_tables` (as in the columns of `block_mass`).
         """
-        self._pool.evict(_integer("seq", seq), _integers("logical_blocks", logical_blocks))
+        self._pool.evict(checks.integer("seq", seq), _integers("logical_blocks", logical_blocks))
 
     def evict_to_budget(
         self, seqs: Iterable[int], scores: Tensor, budget: int, protect_first: int = 1, protect_last: int = 1
@@ -338,19 +340,12 @@ class PagedKVCache:
         return k_mean.detach().to(torch.float32, copy=True)
 
 
-def _integer(name: str, value: int) -> int:
-    """`value` as an int, if it is one or one of NumPy's."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    return int(value)
-
-
 def _integers(name: str, values: Iterable[int]) -> list[int]:
     try:
         values = iter(values)
     except TypeError:
         raise TypeError(f"{name}: expected several ints, got {type(values).__name__}") from None
-    return [value if type(value) is int else _integer(name, value) for value in values]
+    return [checks.integer(name, value) for value in values]
 
 
 def _check_form(where: str, value: object, form: type | list | dict) -> None:

@@ -1,7 +1,10 @@
 """Every bad argument raises its kind of error and is named, through the faces and through torch.ops alike."""
 
+import inspect
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from cases import decode
@@ -90,10 +93,80 @@ def test_the_valid_arguments_are_accepted(call, op):
 
 
 @pytest.mark.parametrize("op, name", TENSORS)
-@pytest.mark.parametrize("not_a_tensor", [[1.0], 3, "x"])
+@pytest.mark.parametrize("not_a_tensor", [[1.0], 3, "x", np.ones(3)])
 def test_not_a_tensor(op, name, not_a_tensor):
     with pytest.raises(TypeError, match=f"^{name}: expected a torch.Tensor, got {type(not_a_tensor).__name__}"):
         getattr(pagedkv, op)(**{**valid(op), name: not_a_tensor})
+
+
+def not_dense(value: torch.Tensor):
+    yield value.to_sparse()
+    yield torch.nested.nested_tensor(list(value)) if value.dim() > 1 else torch.nested.nested_tensor([value, value])
+    yield torch.nested.nested_tensor([value, value], layout=torch.jagged)
+    if value.is_floating_point():
+        yield torch.quantize_per_tensor(value.float(), 1.0, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("op, name", TENSORS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+def test_not_a_dense_tensor(op, name, mode):
+    with mode():
+        for value in not_dense(valid(op)[name]):
+            with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor, got a (sparse_coo|nested|quantised|jagged) one"):
+                getattr(pagedkv, op)(**{**valid(op), name: value})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_subclass_and_a_parameter_are_tensors(op):
+    class Named(torch.Tensor):
+        pass
+
+    for cls in (lambda x: torch.nn.Parameter(x, requires_grad=False), lambda x: x.as_subclass(Named)):
+        getattr(pagedkv, op)(**{k: cls(v) if isinstance(v, torch.Tensor) else v for k, v in valid(op).items()})
+
+
+PARAMETERS = [(op, name, str(p.annotation)) for op in OPS for name, p in inspect.signature(getattr(pagedkv, op)).parameters.items()]
+INTS = [(op, name) for op, name, annotation in PARAMETERS if annotation.startswith("int")]
+NUMBERS = [(op, name) for op, name, annotation in PARAMETERS if annotation.startswith("float")]
+
+
+@pytest.mark.parametrize("op, name", INTS)
+@pytest.mark.parametrize("cast", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy(op, name, cast):
+    def results_with(number):
+        torch.manual_seed(0)
+        return getattr(pagedkv, op)(**valid(op) | {name: number})
+
+    expected, results = results_with(3), results_with(cast(3))
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (expected, results)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op, name", INTS)
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**5000], ids=["high", "low", "too long to print"])
+def test_integers_of_more_than_64_bits(op, name, value):
+    with pytest.raises(ValueError, match=f"^{name}: expected an int of 64 bits, got one of [0-9]+"):
+        getattr(pagedkv, op)(**valid(op) | {name: value})
+
+
+@pytest.mark.parametrize("op, name", INTS)
+@pytest.mark.parametrize("value", [np.bool_(True), np.float16(1), np.array(1), torch.tensor(1), Fraction(1)])
+def test_what_is_no_integer(op, name, value):
+    with pytest.raises(TypeError, match=f"^{name}: expected "):
+        getattr(pagedkv, op)(**valid(op) | {name: value})
+
+
+@pytest.mark.parametrize("op, name", NUMBERS)
+def test_numbers(op, name):
+    for value in (np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(1), Fraction(1, 2), 1):
+        getattr(pagedkv, op)(**valid(op) | {name: value})
+    for value, error in (
+        *((x, ValueError) for x in (math.nan, math.inf, -math.inf, 1e39, 10**400)),
+        *((x, TypeError) for x in ("1", 1j, True, np.bool_(True), torch.tensor(0.5), np.array(0.5))),
+    ):
+        with pytest.raises(error, match=f"^{name}: expected "):
+            getattr(pagedkv, op)(**valid(op) | {name: value})
 
 
 @pytest.mark.parametrize("op, name", TENSORS)

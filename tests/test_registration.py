@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import decode, same_bits
-from test_arguments import OPS, valid
+from test_arguments import INTS, OPS, valid
 from test_eviction import statistics
 from torch.autograd import forward_ad
 
@@ -111,6 +111,40 @@ def test_compiles_with_numbers_that_change(device):
     for sm_scale, window in ((0.1, 5), (0.2, 6), (0.3, 7)):
         case.sm_scale, case.options["sliding_window"] = sm_scale, window
         assert same_bits(compiled(*case.arguments, **case.options), case.run())
+
+
+@pytest.mark.parametrize("op, name", INTS)
+def test_compiles_with_integers_that_only_the_run_knows(plain_pytorch, op, name):
+    def call(mask, arguments):
+        return getattr(pagedkv, op)(**arguments | {name: mask.sum().item()})
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for number in (3, 2):
+            mask = torch.arange(5) < number
+            torch.manual_seed(0)
+            expected = call(mask, valid(op))
+            torch.manual_seed(0)
+            results = graph(mask, valid(op))
+            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
+                torch.testing.assert_close(a, b)
+        if name not in ("k", "budget", "protect_first", "protect_last"):  # of which 0 is one
+            with pytest.raises(ValueError, match=f"^{name}: expected .*, got 0$"):
+                graph(torch.zeros(5, dtype=torch.bool), valid(op))
+
+
+def test_compiles_with_sizes_that_only_the_run_knows(plain_pytorch):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        graph = torch.compile(lambda x, mask: pagedkv.select_eviction_candidates(x[mask], 2), fullgraph=True, backend="aot_eager")
+        assert graph(torch.tensor([3.0, 1.0, 0.0, 2.0]), torch.tensor([True, True, False, True])).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("op, name", INTS)
+def test_a_compiled_call_names_what_is_wrong_with_an_integer(plain_pytorch, op, name):
+    for value in (-1, 2**63, 1.5, "3"):
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match=f"{name}: expected "):  # what the compiler makes of errors
+            torch.compile(getattr(pagedkv, op), fullgraph=True, backend="aot_eager")(**valid(op) | {name: value})
 
 
 def test_a_decode_step_compiles_as_a_whole(device):

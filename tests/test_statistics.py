@@ -48,7 +48,7 @@ def close(got, want, magnitude):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("blocks_per_group", [1, 2, 100])
+@pytest.mark.parametrize("blocks_per_group", [1, 2, 100, 2**63 - 1])
 def test_statistics_match_the_reference(device, cache, blocks_per_group):
     check(decode(device, cache=cache), blocks_per_group)
 

@@ -68,7 +68,10 @@ def quant_paged_attention(
             environment also a bad block id or length (this copies the tables to the host).
     """
     checks.tensors(q=q, k_cache=k_cache, k_scale=k_scale, v_cache=v_cache, v_scale=v_scale, block_tables=block_tables, seq_lens=seq_lens)
-    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated)
+    checks.booleans(return_lse=return_lse, return_block_mass=return_block_mass, rotated=rotated)
+    if sinks is not None:
+        checks.tensors(sinks=sinks)
+    sm_scale, sliding_window, logits_soft_cap = _numbers(sm_scale, sliding_window, logits_soft_cap)
     results = torch.ops.pagedkv.quant_paged_attention(
         q,
         k_cache,
@@ -112,7 +115,10 @@ def paged_attention(
     Other arguments, returns and errors as there.
     """
     checks.tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
-    _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated)
+    checks.booleans(return_lse=return_lse, return_block_mass=return_block_mass, rotated=rotated)
+    if sinks is not None:
+        checks.tensors(sinks=sinks)
+    sm_scale, sliding_window, logits_soft_cap = _numbers(sm_scale, sliding_window, logits_soft_cap)
     results = torch.ops.pagedkv.paged_attention(
         q,
         k_cache,
@@ -152,15 +158,10 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     return torch.ops.pagedkv.merge_attention_states(out_a, lse_a, out_b, lse_b)
 
 
-def _options(sm_scale, sliding_window, logits_soft_cap, sinks, return_lse, return_block_mass, rotated) -> None:
-    checks.numbers(sm_scale=sm_scale)
-    if sliding_window is not None:
-        checks.integer("sliding_window", sliding_window)
-    if logits_soft_cap is not None:
-        checks.numbers(logits_soft_cap=logits_soft_cap)
-    if sinks is not None:
-        checks.tensors(sinks=sinks)
-    checks.booleans(return_lse=return_lse, return_block_mass=return_block_mass, rotated=rotated)
+def _numbers(sm_scale: float, sliding_window: int | None, logits_soft_cap: float | None) -> tuple[float, int | None, float | None]:
+    window = None if sliding_window is None else checks.integer("sliding_window", sliding_window)
+    cap = None if logits_soft_cap is None else checks.number("logits_soft_cap", logits_soft_cap)
+    return checks.number("sm_scale", sm_scale), window, cap
 
 
 def _asked_for(out: Tensor, lse: Tensor, block_mass: Tensor, return_lse: bool, return_block_mass: bool) -> Tensor | tuple[Tensor, ...]:

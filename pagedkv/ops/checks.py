@@ -11,6 +11,7 @@ A decode step calls an op once a layer, so the good path is kept short: comparis
 from __future__ import annotations
 
 import functools
+import numbers
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ FLOAT32, INT8, INT32, INT64, BOOL = (torch.float32,), (torch.int8,), (torch.int3
 GRANULARITIES = ("block_head", "token_head")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
+INT64_MAX = torch.iinfo(torch.int64).max
 MAX_BLOCK_SIZE = 256
 MAX_HEAD_DIM = 256
 
@@ -27,21 +29,52 @@ MAX_HEAD_DIM = 256
 
 
 def tensors(**arguments: Tensor) -> None:
-    """Each argument is a tensor."""
+    """Each argument is a tensor, and of a subclass only a dense one."""
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        if type(value) is not Tensor:
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+            dense(name, value)
 
 
-def integer(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+def dense(name: str, value: Tensor) -> None:
+    kind = "nested" if value.is_nested else "quantised" if value.is_quantized else value.layout
+    if kind is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got a {str(kind).removeprefix('torch.')} one")
 
 
-def numbers(**arguments: float) -> None:
-    for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+def integer(name: str, value: int) -> int:
+    """The value as an int of 64 bits, if it is one, one of NumPy's, or one that `torch.compile` knows by a symbol."""
+    if type(value) is not int:
+        if isinstance(value, torch.SymInt):
+            return value
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+        value = int(value)
+    if _outside(value, -INT64_MAX - 1, INT64_MAX):
+        raise ValueError(f"{name}: expected an int of 64 bits, got one of {value.bit_length() + 1}")
+    return value
+
+
+def number(name: str, value: float) -> float:
+    """The same for a float; an int passes for one."""
+    if type(value) is float or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number that a float can hold, got {type(value).__name__} past its range") from None
+
+
+def _outside(value: float, low: float, high: float) -> bool:
+    """Whether a number is outside `low..high`, as NaN is. What is not known before a compiled graph runs is judged there."""
+    if not torch.compiler.is_compiling() and isinstance(value, (int, float)) and isinstance(high, (int, float)):
+        return not low <= value <= high
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return not (guard_or_true(low <= value) and guard_or_true(value <= high))
 
 
 def booleans(**arguments: bool) -> None:
@@ -160,11 +193,11 @@ def _decode(q_shape, cache_shape, block_tables, seq_lens, sm_scale, sliding_wind
     tensor("seq_lens", seq_lens, INT32, (num_seqs,), device)
     if sinks is not None:
         tensor("sinks", sinks, FLOAT32, (num_heads,), device)
-    if not abs(sm_scale) <= FLOAT32_MAX:
+    if _outside(sm_scale, -FLOAT32_MAX, FLOAT32_MAX):
         raise ValueError(f"sm_scale: expected a number that is finite in float32, got {sm_scale}")
-    if sliding_window is not None and sliding_window < 1:
+    if sliding_window is not None and _outside(sliding_window, 1, INT64_MAX):
         raise ValueError(f"sliding_window: expected at least 1, or None for no window, got {sliding_window}")
-    if logits_soft_cap is not None and not (FLOAT32_TINY <= logits_soft_cap <= FLOAT32_MAX):
+    if logits_soft_cap is not None and _outside(logits_soft_cap, FLOAT32_TINY, FLOAT32_MAX):
         raise ValueError(f"logits_soft_cap: expected a number above 0 and finite in float32, or None for no cap, got {logits_soft_cap}")
 
 
@@ -285,13 +318,16 @@ def _overlaps_itself(value: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------------- eviction
 
 
-def eviction_scores(recency, frequency, attention_mass, valid_mask, *_) -> None:
+def eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention) -> None:
     tensor("attention_mass", attention_mass, FLOAT32, ("num_blocks", "block_size"))
     num_blocks, block_size = attention_mass.shape
     device = attention_mass.device
     tensor("recency", recency, FLOAT32, (num_blocks,), device)
     tensor("frequency", frequency, FLOAT32, (num_blocks,), device)
     tensor("valid_mask", valid_mask, BOOL, (num_blocks, block_size), device)
+    for name, weight in (("w_recency", w_recency), ("w_frequency", w_frequency), ("w_attention", w_attention)):
+        if _outside(weight, -FLOAT32_MAX, FLOAT32_MAX):
+            raise ValueError(f"{name}: expected a number that is finite in float32, got {weight}")
 
 
 def select_eviction_candidates(scores, k) -> None:
@@ -305,7 +341,7 @@ def evict_blocks(recency, frequency, attention_mass, valid_mask, k, *weights) ->
 
 
 def _k(k, num_blocks) -> None:
-    if not 0 <= k <= num_blocks:
+    if _outside(k, 0, num_blocks):
         raise ValueError(f"k: expected 0 <= k <= num_blocks ({num_blocks}), got {k}")
 
 
@@ -316,7 +352,7 @@ def accumulate_block_mass(block_mass, block_tables, total, decay) -> None:
     tensor("block_mass", block_mass, FLOAT32, ("num_seqs", "max_blocks"))
     tensor("block_tables", block_tables, INT32, block_mass.shape, block_mass.device)
     tensor("total", total, INT64, ("num_blocks",), block_mass.device)
-    if not 0 <= decay <= 1:
+    if _outside(decay, 0, 1):
         raise ValueError(f"decay: expected 0 to 1, got {decay}")
 
 
@@ -339,9 +375,9 @@ def select_per_sequence(scores, block_tables, seq_lens, budget, protect_first, p
         tensor("scores", scores, FLOAT32, ("num_blocks",), block_tables.device)
     tensor("seq_lens", seq_lens, INT32, block_tables.shape[:1], device)
     for name, value in (("budget", budget), ("protect_first", protect_first), ("protect_last", protect_last)):
-        if value < 0:
+        if _outside(value, 0, INT64_MAX):
             raise ValueError(f"{name}: expected at least 0, got {value}")
-    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+    if _outside(block_size, 1, MAX_BLOCK_SIZE):
         raise ValueError(f"block_size: expected 1 to {MAX_BLOCK_SIZE}, got {block_size}")
     if references is not None:
         tensor("references", references, INT32, scores.shape if scores.dim() == 1 else ("num_blocks",), device)
@@ -377,13 +413,13 @@ def paged_tokens_values(cache, scale, block_tables, seq_lens, *_) -> None:
     _block_values(block_tables, seq_lens, None, cache.shape[0], cache.shape[1])
 
 
-def _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group) -> int:
-    """Returns the number of groups."""
+def _paged_tokens(cache, scale, block_tables, seq_lens, blocks_per_group) -> int | str:
+    """Returns the number of groups, or its name where a compiled graph does not know it yet."""
     _cache("cache", cache, FLOATS if scale is None else INT8)
     if scale is not None:
         _scale("scale", scale, cache.shape, cache.device)
     tensor("block_tables", block_tables, INT32, ("num_seqs", "max_blocks"), cache.device)
     tensor("seq_lens", seq_lens, INT32, block_tables.shape[:1], cache.device)
-    if blocks_per_group < 1:
+    if _outside(blocks_per_group, 1, INT64_MAX):
         raise ValueError(f"blocks_per_group: expected at least 1, got {blocks_per_group}")
-    return -(-block_tables.shape[1] // blocks_per_group)
+    return -(-block_tables.shape[1] // blocks_per_group) if isinstance(blocks_per_group, int) else "num_groups"

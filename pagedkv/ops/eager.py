@@ -266,7 +266,7 @@ def select_per_sequence(
     blocks = torch.where(good, (seq_lens[:, None] + block_size - 1) // block_size, max_blocks)
     last = torch.maximum((seq_lens[:, None] % block_size != 0).int(), torch.full_like(blocks, min(protect_last, max_blocks)))
     candidate = good & (place >= protect_first) & (place < blocks - last)
-    over = blocks - (budget if budgets is None else budgets[:, None].clamp(min=0))
+    over = blocks - (min(budget, max_blocks) if budgets is None else budgets[:, None].clamp(min=0))
     drop = torch.minimum(over.clamp(min=0), candidate.sum(1, keepdim=True))
 
     if scores.dim() == 1:
@@ -303,7 +303,7 @@ def token_moments(cache, scale, block_tables, seq_lens, blocks_per_group, shift,
     for part in _sequences_at_once(cache, block_tables):
         x, used, lost = _tokens(cache, scale, block_tables[part], seq_lens[part])
         if shift is not None:
-            offset, factor = (y[part].repeat_interleave(blocks_per_group, 1)[:, : x.shape[1], None] for y in (shift, gain))
+            offset, factor = (y[part].repeat_interleave(min(blocks_per_group, x.shape[1]), 1)[:, : x.shape[1], None] for y in (shift, gain))
             x = (x - offset) * factor
         for into, values in ((sums, x), (squares, x * x)):
             into[part] = torch.where(lost[..., None], math.nan, torch.where(used[..., None], values.sum(-1), 0.0))
@@ -358,6 +358,7 @@ def _tokens(cache, scale, block_tables, seq_lens) -> tuple[Tensor, Tensor, Tenso
 
 def _by_group(x: Tensor, num_groups: int, blocks_per_group: int) -> Tensor:
     """`[num_seqs, max_blocks, block_size, ...]` as `[num_seqs, num_groups, tokens, ...]`, the last group filled up with zeros."""
+    blocks_per_group = min(blocks_per_group, x.shape[1])
     missing = num_groups * blocks_per_group - x.shape[1]
     x = torch.cat([x, x.new_zeros((len(x), missing, *x.shape[2:]))], 1)
     return x.unflatten(1, (num_groups, blocks_per_group)).flatten(2, 3)

@@ -26,6 +26,7 @@ def eviction_scores(
         recency, frequency: float32 `[num_blocks]`.
         attention_mass: float32 `[num_blocks, block_size]`, softmax mass of each token.
         valid_mask: bool `[num_blocks, block_size]`; what it leaves out is never read into the mean, NaN included.
+        w_recency, w_frequency, w_attention: finite in float32.
 
     Returns:
         float32 `[num_blocks]`.
@@ -34,8 +35,8 @@ def eviction_scores(
         TypeError, ValueError: a dtype, shape, device or stride other than the above.
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
-    checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    return torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, w_recency, w_frequency, w_attention)
+    weights = _weights(w_recency, w_frequency, w_attention)
+    return torch.ops.pagedkv.eviction_scores(recency, frequency, attention_mass, valid_mask, *weights)
 
 
 def select_eviction_candidates(scores: Tensor, k: int) -> Tensor:
@@ -51,7 +52,7 @@ def select_eviction_candidates(scores: Tensor, k: int) -> Tensor:
         TypeError, ValueError: another dtype, shape or stride, or `k` out of range.
     """
     checks.tensors(scores=scores)
-    checks.integer("k", k)
+    k = checks.integer("k", k)
     return torch.ops.pagedkv.select_eviction_candidates(scores, k)
 
 
@@ -70,9 +71,13 @@ def evict_blocks(
     Equal to the two bit for bit. Arguments and errors as there.
     """
     checks.tensors(recency=recency, frequency=frequency, attention_mass=attention_mass, valid_mask=valid_mask)
-    checks.integer("k", k)
-    checks.numbers(w_recency=w_recency, w_frequency=w_frequency, w_attention=w_attention)
-    return torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, w_recency, w_frequency, w_attention)
+    k = checks.integer("k", k)
+    weights = _weights(w_recency, w_frequency, w_attention)
+    return torch.ops.pagedkv.evict_blocks(recency, frequency, attention_mass, valid_mask, k, *weights)
+
+
+def _weights(w_recency: float, w_frequency: float, w_attention: float) -> tuple[float, float, float]:
+    return checks.number("w_recency", w_recency), checks.number("w_frequency", w_frequency), checks.number("w_attention", w_attention)
 
 
 registry.define(

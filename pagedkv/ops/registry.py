@@ -33,6 +33,7 @@ def define(schema: str, *, check: Callable, fake: Callable, eager: Callable, che
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     NAMES.append(name)
     in_order = _in_schema_order(name)
+    names = [a.name for a in getattr(torch.ops.pagedkv, name).default._schema.arguments]
 
     def kernel_for(device_type: str) -> Callable:
         def kernel(*args, **kwargs):
@@ -45,6 +46,14 @@ def define(schema: str, *, check: Callable, fake: Callable, eager: Callable, che
 
         return kernel
 
+    def kernel_for_the_rest(*args, **kwargs):
+        """Of tensors that are not dense, or on another device."""
+        named = [(n, x) for n, x in zip(names, in_order(args, kwargs), strict=True) if isinstance(x, torch.Tensor)]
+        for argument in named:
+            checks.dense(*argument)
+        for argument, value in named:
+            raise ValueError(f"{argument}: expected device cpu or cuda, got {value.device}")
+
     def checked_fake(*args, **kwargs):
         args = in_order(args, kwargs)
         check(*args)
@@ -53,6 +62,8 @@ def define(schema: str, *, check: Callable, fake: Callable, eager: Callable, che
     kernels = {"CPU": kernel_for("cpu"), "CUDA": kernel_for("cuda")}
     for device, kernel in kernels.items():
         _library.impl(name, kernel, device)
+    for rest in ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA"):
+        _library.impl(name, kernel_for_the_rest, rest)
     torch.library.register_fake(f"pagedkv::{name}", checked_fake, lib=_library)
     _library.impl(name, without_gradient(getattr(torch.ops.pagedkv, name).default, kernels), "Autograd", with_keyset=True)
 

@@ -31,7 +31,7 @@ def accumulate_block_mass(block_mass: Tensor, block_tables: Tensor, total: Tenso
             `PAGEDKV_CHECK=1` also an id outside the pool at a place that has mass.
     """
     checks.tensors(block_mass=block_mass, block_tables=block_tables, total=total)
-    checks.numbers(decay=decay)
+    decay = checks.number("decay", decay)
     torch.ops.pagedkv.accumulate_block_mass(block_mass, block_tables, total, decay)
 
 
@@ -75,13 +75,10 @@ def select_per_sequence(
     """
     checks.tensors(scores=scores, block_tables=block_tables, seq_lens=seq_lens)
     budgets = budget if isinstance(budget, Tensor) else None
-    if budgets is None:
-        checks.integer("budget", budget)
-    else:
-        budget = 0
-    checks.integer("protect_first", protect_first)
-    checks.integer("protect_last", protect_last)
-    checks.integer("block_size", block_size)
+    budget = checks.integer("budget", budget) if budgets is None else 0
+    protect_first = checks.integer("protect_first", protect_first)
+    protect_last = checks.integer("protect_last", protect_last)
+    block_size = checks.integer("block_size", block_size)
     if references is not None:
         checks.tensors(references=references)
     return torch.ops.pagedkv.select_per_sequence(

@@ -46,7 +46,7 @@ def token_moments(
     """
     checks.tensors(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     checks.tensors(**{name: x for name, x in (("scale", scale), ("shift", shift), ("gain", gain)) if x is not None})
-    checks.integer("blocks_per_group", blocks_per_group)
+    blocks_per_group = checks.integer("blocks_per_group", blocks_per_group)
     return torch.ops.pagedkv.token_moments(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group, shift=shift, gain=gain)
 
 
@@ -69,7 +69,7 @@ def channel_statistics(
     checks.tensors(cache=cache, block_tables=block_tables, seq_lens=seq_lens)
     if scale is not None:
         checks.tensors(scale=scale)
-    checks.integer("blocks_per_group", blocks_per_group)
+    blocks_per_group = checks.integer("blocks_per_group", blocks_per_group)
     return torch.ops.pagedkv.channel_statistics(cache, scale, block_tables, seq_lens, blocks_per_group=blocks_per_group)
 
 
@@ -79,6 +79,7 @@ def _fake_moments(cache: Tensor, scale, block_tables: Tensor, *_) -> tuple[Tenso
 
 
 def _fake_channels(cache: Tensor, scale, block_tables: Tensor, seq_lens, blocks_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    blocks_per_group = torch.sym_max(blocks_per_group, 1)  # of a symbol, it is not yet known that it is no less
     num_groups = (block_tables.shape[1] + blocks_per_group - 1) // blocks_per_group
     sizes = (block_tables.shape[0], num_groups, *cache.shape[2:])
     return tuple(cache.new_empty(sizes, dtype=torch.float32) for _ in range(3))
