@@ -16,7 +16,7 @@ from pagedkv.ops.rotation import hadamard_transform
 _FLOAT32_MIN_NORMAL = torch.finfo(torch.float32).tiny
 _MASS_ONE = 2.0**36  # kMassFractionBits of kernels/ops.h
 _LARGEST_SCALE = float.fromhex("0x1.020406p121")  # times 127 it is still finite in float32; the next float is not
-_GATHERED_ELEMENTS = 1 << 25  # attention gathers K and V of so many sequences at once that they fit this (128 MiB as float32)
+_GATHERED_ELEMENTS = 1 << 25  # attention gathers K and V of so many sequences at once that they fit this (256 MiB as float64)
 
 # ------------------------------------------------------------------------------------------------------------------ attention
 
@@ -74,12 +74,13 @@ def _attend(q, k_cache, k_scale, v_cache, v_scale, block_tables, seq_lens, sm_sc
     bad |= (attended.view(num_seqs, max_blocks, block_size).any(-1) & ~in_pool).any(-1, keepdim=True)
 
     block_ids = torch.where(in_pool, block_tables, 0).long()
-    k = _gather(k_cache, k_scale, block_ids)
+    k = _gather(k_cache, k_scale, block_ids).double()
     # A masked value must be a zero: its weight is 0, and 0 * NaN is NaN.
-    v = torch.where(attended[:, :, None, None], _gather(v_cache, v_scale, block_ids), 0.0)
+    v = torch.where(attended[:, :, None, None], _gather(v_cache, v_scale, block_ids), 0.0).double()
 
-    in_float32 = hadamard_transform(q) if rotated else q.float()
-    grouped = in_float32.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    # In float64: the order in which a device's matmul adds up would show in float32's last digits.
+    exact = (hadamard_transform(q) if rotated else q).double()
+    grouped = exact.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     logits = torch.einsum("sgrd,stgd->sgrt", grouped, k).reshape(num_seqs, num_heads, len(position)) * sm_scale
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
