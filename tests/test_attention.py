@@ -290,11 +290,11 @@ def test_block_mass_sums_to_one_without_the_sinks(device, cache, window, sink):
         assert torch.all(mass[0, :1] == 0) and torch.all(mass[2, :3] == 0)
 
 
-def test_block_mass_is_the_mean_of_as_many_heads_as_there_are():
-    q, cache = torch.zeros(1, 2048, 8), torch.zeros(7, 1, 4, 8)
-    table, seq_lens = torch.arange(7, dtype=torch.int32)[None], torch.tensor([7], dtype=torch.int32)
+def test_block_mass_is_the_mean_of_as_many_heads_as_there_are(device):
+    q, cache = torch.zeros(1, 2048, 8, device=device), torch.zeros(7, 1, 4, 8, device=device)
+    table, seq_lens = torch.arange(7, dtype=torch.int32, device=device)[None], torch.tensor([7], dtype=torch.int32, device=device)
     _, mass = pagedkv.paged_attention(q, cache, cache, table, seq_lens, 1.0, return_block_mass=True)
-    torch.testing.assert_close(mass, torch.full((1, 7), 1 / 7), rtol=3e-7, atol=0)
+    torch.testing.assert_close(mass, torch.full((1, 7), 1 / 7, device=device), rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("cache", ["block_head", "token_head", "float16"])

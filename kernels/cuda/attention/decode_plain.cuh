@@ -198,28 +198,30 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
 // block_mass by a second pass over K: a CTA for each (sequence, logical block), eight lanes a (head, token).
 template <typename Q, typename KV>
 __global__ void __launch_bounds__(kPlainThreads) block_mass_plain(AttentionParams p, SplitPlan plan, Partials partials) {
-  __shared__ float sums[kTokenGroups];
+  __shared__ double sums[kTokenGroups];
   const int seq = int(blockIdx.x / p.max_blocks), logical = int(blockIdx.x % p.max_blocks);
   const int group = threadIdx.x / kTokenLanes;
   const TokenRange r = attended_tokens(p.seq_lens[seq], plan.capacity, plan.window);
   const SoftmaxState* totals = partials.totals + int64_t(seq) * p.num_heads;
   const bool bad = r.bad || is_bad(totals[0]);
   const int begin = max(logical * int(p.block_size), r.begin), end = min((logical + 1) * int(p.block_size), r.end);
-  float sum = 0.f;
+  double sum = 0.0;  // in float32 the rounding of as many additions as there are heads
   if (!bad && begin < end) {
     for (int head = 0; head < p.num_heads; ++head) {
       const HeadView<Q, KV> view(p, seq, head);
+      float of_head = 0.f;
       for (int token = begin + group; token < end; token += kTokenGroups) {
-        sum += natural_weight(view.logit(view.block_of(token), token % int(p.block_size)), totals[head].m) / totals[head].l;
+        of_head += natural_weight(view.logit(view.block_of(token), token % int(p.block_size)), totals[head].m) / totals[head].l;
       }
+      sum += of_head;
     }
   }
   if (threadIdx.x % kTokenLanes == 0) sums[group] = sum;
   __syncthreads();
   if (threadIdx.x == 0) {
-    float mass = 0.f;
+    double mass = 0.0;
     for (int i = 0; i < kTokenGroups; ++i) mass += sums[i];
-    p.block_mass[blockIdx.x] = bad ? NAN : mass / float(p.num_heads);
+    p.block_mass[blockIdx.x] = bad ? NAN : float(mass / double(p.num_heads));
   }
 }
 
