@@ -109,6 +109,7 @@ def continuation(model, ids: Tensor, presses: dict, sizes: Sizes, say: Callable[
     for prompts, following in sizes.batches(ids.to(model.device)):
         cache = prompted(model, prompts, variants, presses)
         parts.append(teacher_forced(model, cache, following, len(flat), say))
+        cache.drop()
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {sizes.windows} windows")
     scores = Scores.join(parts)
     nll = scores.nll.mean(2)
@@ -212,6 +213,7 @@ def needles(model, tokenizer, ids: Tensor, presses: dict, planted: Sequence[Need
         asked = torch.cat([question.expand(len(batch), -1), answers[:, :-1]], 1).to(model.device)
         with torch.inference_mode():
             logits = model(asked.repeat(len(flat), 1), past_key_values=cache, logits_to_keep=answers.shape[1]).logits
+        cache.drop()
         log_p, target = logits.float().log_softmax(-1), answers.to(model.device).repeat(len(flat), 1)
         found.append((log_p.argmax(-1) == target).all(1).float().view(len(flat), -1).cpu())
         nll.append(-log_p.gather(2, target[..., None])[..., 0].mean(1).view(len(flat), -1).cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -53,6 +54,11 @@ class Ensemble(Cache):
     @property
     def rows(self) -> int:
         return sum(len(member.seqs) for member in self.members)
+
+    def drop(self) -> None:
+        """Give the memory back. A cache and its layers hold each other, so that it would stay until Python looks for such circles."""
+        self.members.clear()
+        gc.collect()
 
 
 class _Layer(PagedLayer):

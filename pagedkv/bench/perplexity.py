@@ -47,11 +47,12 @@ def measure(model, ids: Tensor, sizes: Sizes, say: Callable[[str], None] = print
     specs, parts = schemes(), []
     blocks = -(-(sizes.context + sizes.scored) // BLOCK_SIZE)  # of a window; a pool that grew would be copied each time
     for prompts, following in sizes.batches(ids.to(model.device)):
-        members = [PagedCache(model, spec, block_size=BLOCK_SIZE, num_blocks=len(prompts) * blocks) for spec in specs.values()]
-        cache = Ensemble(model, members)
+        pools = {"block_size": BLOCK_SIZE, "num_blocks": len(prompts) * blocks}
+        cache = Ensemble(model, [PagedCache(model, spec, **pools) for spec in specs.values()])
         with torch.inference_mode():
             model(prompts, past_key_values=cache, logits_to_keep=1)
         parts.append(teacher_forced(model, cache, following, len(specs), say))
+        cache.drop()
         say(f"  {sum(part.nll.shape[1] for part in parts)} of {sizes.windows} windows")
     for row, (name, spec) in zip(summaries(Scores.join(parts), list(specs)), specs.items(), strict=True):
         yield {"context": sizes.context, "percent_of_fp16": percent_of_fp16(name, spec, heads, head_dim), **row}
