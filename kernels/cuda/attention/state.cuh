@@ -249,7 +249,8 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
     const int head = min(head0 + lane, int(p.num_heads) - 1);
     const SoftmaxState total = total_of_head(p, plan, partials, splits, seq, head);
     bad = bad || is_bad(total);
-    const float share = head0 + lane < p.num_heads ? 1.f / (total.l * float(p.num_heads)) : 0.f;
+    const float share = head0 + lane < p.num_heads && total.l != 0.f ? 1.f / (total.l * float(p.num_heads)) : 0.f;
+    float of_head[kMassBlocksPerWarp] = {};  // by itself: thousands of heads, each added step by step, would lose a digit
     for (int j = 0; j < steps_per_block; ++j) {
 #pragma unroll
       for (int i = 0; i < kMassBlocksPerWarp; ++i) {  // all the blocks' loads at once: each takes its time
@@ -257,9 +258,11 @@ __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan&
         if (i >= blocks_per_warp || step < first_step || step >= end_step) continue;
         const int64_t at = (int64_t(seq) * partials.max_steps + step) * p.num_heads + head;
         const SoftmaxState of_step = partials.step_mass ? SoftmaxState{partials.step_mass[at], 1.f} : partials.step_states[at];
-        mass[i] += of_step.l * rescale(of_step.m, total.m) * share;
+        of_head[i] += of_step.l * rescale(of_step.m, total.m);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kMassBlocksPerWarp; ++i) mass[i] += of_head[i] * share;
   }
   bad = __any_sync(~0u, bad);
 #pragma unroll
