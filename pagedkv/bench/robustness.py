@@ -127,6 +127,8 @@ def _sequence_variants(device: torch.device) -> Iterator[tuple[str, Callable[[],
             "accumulate_block_mass",
             lambda d=decay: pagedkv.accumulate_block_mass(torch.rand(tables.shape, device=device), tables, total, d),
         )
+    many = tables.repeat(200, 1)  # rows, of which a thread takes several
+    yield "accumulate_block_mass", lambda: pagedkv.accumulate_block_mass(torch.rand(many.shape, device=device), many, total)
     for scores, references in (
         (pool, None),
         (torch.rand(tables.shape, device=device), None),

@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 

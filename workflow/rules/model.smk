@@ -2,6 +2,13 @@
 # says why, and what depends on it reports the absence; `snakemake model --forcerun model` tries again.
 
 
+def transformers_version():
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
+
+
 rule model:
     input:
         "pagedkv/models.py",
@@ -14,13 +21,16 @@ rule model:
         folder=f"{ROOT}/model",
         tokens=min(256, config["tokens"]) if QUICK else config["tokens"],
         named=[f"--{option}={config[option]}" for option in ("model", "text") if config[option]],
+        # Another transformers may read what this one saved with another tokenizer, and say nothing: all of it is made again.
+        transformers=transformers_version(),
     priority: 1 # five experiments wait for it, and it waits for the network
     threads: 1 if QUICK else 2
     resources:
         mem_mb=4000,
         runtime=30,
     shell:
-        "{sys.executable} -m pagedkv.models --out {params.folder} --assets build/downloads"
+        "rm -rf {params.folder}/kv.npz {params.folder}/float32;"
+        " {sys.executable} -m pagedkv.models --out {params.folder} --assets build/downloads"
         " --tokens {params.tokens} {params.named:q} 2>&1 | tee {log}"
 
 
