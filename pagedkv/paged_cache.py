@@ -32,6 +32,7 @@ _STATE_FORM = {  # as `_check_form` reads it; the planes are each cache's own
     "free": [int],
     "next_sequence": int,
 }
+_MOST_SEQUENCES = 1 << 62  # ids are given out one after another, and have to stay 64-bit ints
 _NO_BLOCK = -1  # fills a row of block_tables past its sequence; never read
 
 
@@ -144,10 +145,14 @@ class PagedKVCache:
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"seqs: expected distinct sequences, got {seqs}")
         tables, lengths = self.block_tables(seqs), self.seq_lens(seqs)
+        checks.tensors(scores=scores)
+        if scores.dim() == 1:  # of the pool: the op reads no further than the tables say, and takes a longer or shorter one
+            checks.tensor("scores", scores, (torch.float32,), (self.num_blocks,), self.device)
         kept, *_ = select_per_sequence(scores, tables, lengths, budget, protect_first, protect_last, block_size=self.block_size)
         gone = {}
         for seq, row in zip(seqs, kept.tolist(), strict=True):
-            gone[seq] = [place for place, block in enumerate(self._pool.written(seq)) if block not in set(row)]
+            left = set(row)
+            gone[seq] = [place for place, block in enumerate(self._pool.written(seq)) if block not in left]
             self._pool.evict(seq, gone[seq])
         return gone
 
@@ -302,6 +307,11 @@ class PagedKVCache:
         _check_form("state", state, {"planes": dict.fromkeys(planes, Tensor), **_STATE_FORM})
         for name, plane in planes.items():
             checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
+        for name, tensor in (state["planes"] | state["k_means"]).items():
+            if tensor.is_meta:
+                raise ValueError(f"state, {name!r}: expected data, got a tensor on the meta device")
+        if not 0 <= state["next_sequence"] < _MOST_SEQUENCES:
+            raise ValueError(f"state['next_sequence']: expected 0 to {_MOST_SEQUENCES - 1}, got {state['next_sequence']}")
         pool = BlockPool.from_state_dict(self.num_blocks, self.block_size, state)
         k_means = {seq: self._checked_k_mean(k_mean.to(self.device)) for seq, k_mean in state["k_means"].items()}
         if sorted(k_means) != (sorted(pool.sequences) if self.spec.subtract_k_mean else []):

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -446,6 +447,19 @@ def test_all_sequences_are_brought_within_a_budget(device, name):
     assert cache.num_free_blocks >= free
     with pytest.raises(ValueError, match=r"^seqs: expected distinct sequences"):
         cache.evict_to_budget([long, long], scores, 4)
+    with pytest.raises(ValueError, match=r"^scores: expected shape \[20\]"):  # not what the pool holds
+        cache.evict_to_budget([child], torch.zeros(19, device=device), 4)
+
+
+def test_a_long_sequence_is_brought_within_a_budget_in_linear_time():
+    """Sets of the kept blocks are built once a sequence: for each of its blocks anew, this took seconds."""
+    cache = pagedkv.PagedKVCache(4096, 1, 1, 8)
+    seq, kv = cache.allocate(), torch.ones(4096, 1, 8)
+    cache.append(seq, kv, kv)
+    made = []
+    with unittest.mock.patch("pagedkv.paged_cache.set", lambda *row: made.append(row) or set(*row), create=True):
+        gone = cache.evict_to_budget([seq], torch.rand(4096), 4000)
+    assert len(gone[seq]) == 96 and len(made) <= 3
 
 
 @pytest.mark.parametrize(
@@ -646,6 +660,8 @@ def test_loading_copies():
         (lambda s: s["sequences"][0].update(length=True), r"\['length'\]: expected int, got bool"),
         (lambda s: s.update(sequences={"0": s["sequences"][0]}), r"state\['sequences'\]: its key '0': expected int, got str"),
         (lambda s: s["k_means"].update({0: [0.0]}), r"state\['k_means'\]\[0\]: expected Tensor, got list"),
+        (lambda s: s["planes"].update(v_scale=s["planes"]["v_scale"].to("meta")), "'v_scale': expected data, got a tensor on the meta"),
+        (lambda s: s.update(next_sequence=2**70), r"state\['next_sequence'\]: expected 0 to"),
     ],
 )
 def test_a_state_that_cannot_be_right_is_refused_whole(change, message):
