@@ -249,6 +249,8 @@ def test_against_kvpress_is_paired_on_the_same_tokens(model, ids, small_eviction
 
 def test_a_press_keeps_what_kvpress_itself_keeps(ids, small_eviction):
     kvpress = pytest.importorskip("kvpress")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 3):
+        pytest.skip("kvpress 0.5.5 presses a DynamicCache as transformers had it before 5.3")
     _, model, _, _ = models.tiny()
     length = 320  # LagKV's two lags and its sinks have room
     prompt, following = ids[None, :length], ids[None, length : length + 3]

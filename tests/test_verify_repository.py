@@ -137,3 +137,20 @@ def test_published_figures_are_never_called_measured():
 
 def test_a_goal_that_is_missed_says_what_was_tried(checkout):
     assert [f.id for f in findings(checkout).values() if f.goal_met is False and not f.tried] == []
+
+
+def test_a_figure_within_the_noise_is_claimed_as_such():
+    """Where a claim's row gives an interval and that holds "no difference", the statement says so; and nowhere else."""
+    seen = 0
+    for claim in CLAIMS:
+        evidence = claim.get("evidence", {"reduce": None})
+        if "over" in evidence or "reduce" in evidence:
+            continue
+        rows = json.loads((REPOSITORY / evidence["file"]).read_text())["rows"]
+        (row,) = [r for r in rows if r.items() >= evidence["where"].items()]
+        low, high = (row.get(f"{evidence['field']}_{end}") for end in ("low", "high"))
+        if low is not None:
+            none = 0 if "delta" in evidence["field"] else 1
+            assert (low <= none <= high) == bool(re.search(f"interval( over windows)? includes {none}", claim["statement"])), claim["id"]
+            seen += 1
+    assert seen > 5
