@@ -294,6 +294,21 @@ def test_every_op_is_captured_in_a_cuda_graph(gpu, op):
             assert all(same_bits(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("num_blocks", [1000, 20_000, 300_000])
+def test_eviction_in_a_cuda_graph_whose_scores_change(gpu, num_blocks):
+    """In each of the selection's sizes; with scores that need its fallbacks, too, though those of the capture did not."""
+    scores, k = torch.rand(num_blocks, device=gpu), num_blocks // 7
+    mass, valid = torch.rand((num_blocks, 4), device=gpu), torch.ones((num_blocks, 4), dtype=torch.bool, device=gpu)
+    graph, (ids, fused, all_scores) = in_graph(
+        lambda: (pagedkv.select_eviction_candidates(scores, k), *pagedkv.evict_blocks(scores, scores, mass, valid, k))
+    )
+    for change in (lambda: scores.uniform_(), lambda: scores.fill_(0.25), lambda: scores.uniform_(0.5, 0.505), lambda: scores.uniform_()):
+        change()
+        graph.replay()
+        assert torch.equal(ids, scores.sort(stable=True).indices[:k])
+        assert torch.equal(fused, all_scores.sort(stable=True).indices[:k])
+
+
 def test_work_goes_to_the_current_stream(gpu):
     """Inputs written late on a side stream are seen by an op queued on it."""
     case = decode(gpu, lengths=(40, 5))
