@@ -261,9 +261,9 @@ def test_a_model_that_it_would_be_wrong_for_is_refused_by_name(config, what):
 def test_a_model_whose_attention_is_its_own_is_refused_by_name(monkeypatch):
     model = tiny()
     monkeypatch.setattr(type(model), "_supports_attention_backend", False)
-    with pytest.raises(NotImplementedError, match="LlamaForCausalLM, whose attention does not go through"):
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM, whose attention does not go through"):
         PagedCache(model)
-    with pytest.raises(TypeError, match="^model: expected a model of transformers, got str"):
+    with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got str"):
         PagedCache("block_head")
 
 
@@ -281,7 +281,7 @@ def test_a_cache_of_another_model_is_refused(plain_pytorch):
     model, smaller = tiny(), tiny(num_hidden_layers=2)
     cache = PagedCache(model)
     smaller.set_attn_implementation("pagedkv")
-    with pytest.raises(ValueError, match="^past_key_values: expected a PagedCache of 2 layers, got one that was made for 3"):
+    with pytest.raises(ValueError, match=r"^past_key_values: expected a PagedCache of 2 layers, got one that was made for 3"):
         smaller(**prompt("none"), past_key_values=cache)
 
 

@@ -56,8 +56,8 @@ class PagedCache(Cache):
     A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
 
     Raises:
-        NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); soft-capped logits and attention sinks (in
-            the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted generation needs).
+        NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); soft-capped logits and attention sinks
+            (in the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted generation needs).
         TypeError, ValueError: a number is not as above, or a policy needs `mass` and `watch` is 0.
         ValueError: another batch size than that of the prompt, or another model than the one that it was made for.
         KVCacheFull: `num_blocks` do not suffice.
@@ -284,9 +284,10 @@ class PagedLayer(CacheLayerMixin):
                 raise NotImplementedError(f"PagedCache: attention with {name}")
         layers = getattr(getattr(module, "config", None), "num_hidden_layers", len(self.cache.layers))
         if layers != len(self.cache.layers):
-            raise ValueError(f"past_key_values: expected a PagedCache of {layers} layers, got one that was made for {len(self.cache.layers)}")
+            made_for = len(self.cache.layers)
+            raise ValueError(f"past_key_values: expected a PagedCache of {layers} layers, got one that was made for {made_for}")
         prompt = self.cache.positions == 0
-        if prompt and mask is not None and mask.dtype != torch.bool and not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+        if prompt and not _only_hides(mask):
             raise NotImplementedError("PagedCache: an attention mask that adds to logits, where one that only hides tokens was expected")
         self.cache.store(self.index, key, value, mask)
         if prompt:
@@ -335,12 +336,19 @@ def paged_attention_forward(
 def _refuse(model, config) -> None:
     """Name what a token would read in the cache otherwise than it should, or never find there."""
     if not getattr(model, "_supports_attention_backend", False):
-        raise NotImplementedError(f"PagedCache: {type(model).__name__}, whose attention does not go through transformers' AttentionInterface")
+        name = type(model).__name__
+        raise NotImplementedError(f"PagedCache: {name}, whose attention does not go through transformers' AttentionInterface")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise NotImplementedError(f"PagedCache: layers of {', '.join(sorted(map(str, kinds)))}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise NotImplementedError("PagedCache: layers that share the K and V of others (num_kv_shared_layers)")
+
+
+def _only_hides(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype == torch.bool:
+        return True
+    return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
 
 
 def _valid(mask: Tensor | None, columns: int) -> Tensor | None:
