@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ class LagKV(Policy):
 
     name = "lag_kv"
     needs = ("k_cache", "v_cache")
-    least: ClassVar[dict[str, int]] = {"lag_blocks": 1}
     tolerance = 1e-3  # a rank is a whole number: two tokens that nearly tie may swap theirs
 
     def score(self, seen: Observation) -> Tensor:
