@@ -188,6 +188,19 @@ class Machine(RuleBasedStateMachine):
         self.model[seq].blocks = [block for i, block in enumerate(self.model[seq].blocks) if i not in chosen]
 
     @precondition(lambda self: self.model)
+    @rule(picks=st.sets(some, min_size=1, max_size=3), budget=st.integers(1, 4), seed=seeds)
+    def evict_to_budget(self, picks, budget, seed):
+        """The lowest go, by a score for each block of the pool, but for the first and the last."""
+        seqs, scores = sorted({self.pick(i) for i in picks}), uniform(NUM_BLOCKS, seed=seed)
+        rows = self.cache.block_tables(seqs).tolist()
+        gone = self.cache.evict_to_budget(seqs, scores.to(self.device), budget)
+        for seq, row in zip(seqs, rows, strict=True):
+            blocks = self.model[seq].blocks
+            lowest = sorted(range(1, len(blocks) - 1), key=lambda place, row=row: scores[row[place]].item())
+            assert gone[seq] == sorted(lowest[: max(0, len(blocks) - budget)])
+            self.model[seq].blocks = [block for place, block in enumerate(blocks) if place not in gone[seq]]
+
+    @precondition(lambda self: self.model)
     @rule(pick=some)
     def free(self, pick):
         seq = self.pick(pick)
