@@ -36,8 +36,9 @@ PAGEDKV_HD float rescale(float from, float to) { return from == -INFINITY ? 0.f 
 
 PAGEDKV_HD SoftmaxState merge(SoftmaxState a, SoftmaxState b) {
   const float m = fmaxf(a.m, b.m);
-  const auto relative_to_m = [m](SoftmaxState s) { return s.m == m ? s.l : s.l * rescale(s.m, m); };
-  return {m, relative_to_m(a) + relative_to_m(b)};
+  // Both factors are computed, and one is chosen: no branch around either.
+  const float of_a = rescale(a.m, m), of_b = rescale(b.m, m);
+  return {m, a.l * (a.m == m ? 1.f : of_a) + b.l * (b.m == m ? 1.f : of_b)};
 }
 
 // 2^(x log2 e - m): the weight of a natural logit x relative to the reference m. A logit of 40 rounded to base 2 would cost a

@@ -226,6 +226,9 @@ def test_a_cache_is_usable_again_once_the_attention_is(layers, plain_pytorch):
         ({"watch": -1}, ValueError, "watch: expected at least 0, got -1"),
         ({"watch": 2.5}, TypeError, "watch: expected an int, got float"),
         ({"policy": "accumulated_attention", "budget": 8, "watch": 0}, ValueError, "watch: expected at least 1 with policy 'accumulated"),
+        ({"block_size": 0}, ValueError, "block_size: expected at least 1, got 0"),
+        ({"block_size": "16"}, TypeError, "block_size: expected an int, got str"),
+        ({"num_blocks": -1}, ValueError, "num_blocks: expected at least 1, got -1"),
         ({"policy": "last_query_attention", "budget": 8, "watch": 0}, ValueError, "watch: expected at least 1 with policy 'last_query"),
     ],
 )
@@ -235,6 +238,51 @@ def test_budget_and_watch_are_checked_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
         PagedCache(model, **arguments)
     assert model.config._attn_implementation == attention, "a cache that was not made leaves the model as it was"
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layers of chunked_attention"),  # Llama 4
+        ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "layers of linear_attention"),  # Qwen3-Next
+        ({"num_kv_shared_layers": 1}, "layers that share the K and V of others"),  # Gemma 3n
+    ],
+)
+def test_a_model_that_it_would_be_wrong_for_is_refused_by_name(config, what):
+    model = tiny()
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    attention = model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=f"^PagedCache: {what}"):
+        PagedCache(model)
+    assert model.config._attn_implementation == attention
+
+
+def test_a_model_whose_attention_is_its_own_is_refused_by_name(monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(type(model), "_supports_attention_backend", False)
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM, whose attention does not go through"):
+        PagedCache(model)
+    with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got str"):
+        PagedCache("block_head")
+
+
+def test_a_mask_that_adds_to_logits_is_refused(plain_pytorch):
+    model, ids = tiny(), prompt("none")["input_ids"]
+    mask = torch.zeros(3, 1, 20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    want = model(ids, past_key_values=PagedCache(model, "unquantised")).logits
+    torch.testing.assert_close(model(ids, attention_mask=mask, past_key_values=PagedCache(model, "unquantised")).logits, want)
+    mask[0, 0, 5, 2] = -1.5
+    with pytest.raises(NotImplementedError, match="attention mask that adds to logits"):
+        model(ids, attention_mask=mask, past_key_values=PagedCache(model, "unquantised"))
+
+
+def test_a_cache_of_another_model_is_refused(plain_pytorch):
+    model, smaller = tiny(), tiny(num_hidden_layers=2)
+    cache = PagedCache(model)
+    smaller.set_attn_implementation("pagedkv")
+    with pytest.raises(ValueError, match=r"^past_key_values: expected a PagedCache of 2 layers, got one that was made for 3"):
+        smaller(**prompt("none"), past_key_values=cache)
 
 
 def test_its_sizes_are_those_that_transformers_asks_for(plain_pytorch):

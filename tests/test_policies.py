@@ -53,6 +53,39 @@ def test_other_shapes(device, name):
 
 
 @pytest.mark.parametrize("name", REGISTRY)
+def test_keys_and_values_of_zeros(name):
+    """They point nowhere and weigh nothing, which is no reason for a NaN."""
+    seen = observed(torch.device("cpu"), "float32")
+    seen.k_cache[seen.block_tables[0, 0]] = seen.v_cache[seen.block_tables[0, 0], 1] = 0
+    check(policy(name), seen)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: policy([]), TypeError, "policy: expected a name or a Policy, got list"),
+        (lambda: policy("sinks_and_recency", sink_blocks=-1), ValueError, "sink_blocks: expected at least 0 with policy"),
+        (lambda: policy("lag_kv", lag_blocks=0), ValueError, "lag_blocks: expected at least 1"),
+        (lambda: policy("lag_kv", lag_blocks=2.0), TypeError, "lag_blocks: expected an int, got float"),
+        (lambda: policy(policy("lag_kv"), nothing=1), TypeError, "nothing"),
+    ],
+)
+def test_parameters_are_checked_at_once(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_policy_with_other_parameters():
+    assert policy(policy("lag_kv"), lag_blocks=3) == policy("lag_kv", lag_blocks=3)
+
+
+def test_masses_of_other_places_are_refused(device):
+    seen = observed(device)
+    with pytest.raises(ValueError, match=r"^block_mass: expected shape"):
+        policy("last_query_attention")(dataclasses.replace(seen, block_mass=seen.block_mass[:1]))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
 def test_a_policy_says_what_it_is(name):
     cls = REGISTRY[name]
     assert re.search(r"arXiv:\d{4}\.\d{5}|PagedKV-Fusion", cls.__doc__), "the paper"

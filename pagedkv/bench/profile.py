@@ -1,7 +1,6 @@
 """What Nsight Compute's counters say of the final kernels: bytes, throughput, issue rate, occupancy, what warps wait for.
 
-`python -m pagedkv.bench.profile --device cuda` is the program that is profiled: each case of one architecture once, inside the range
-that ncu watches.
+`python -m pagedkv.bench.profile --device cuda` is the program that is profiled: each case once, inside the range that ncu watches.
 """
 
 from __future__ import annotations
@@ -51,26 +50,24 @@ _MAX_STALLS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A call to profile; `needed_bytes`: what it has to read from memory; `arch`: what its kernels are built for, None: this device."""
+    """A call to profile; `needed_bytes`: what it has to read from memory."""
 
     prepare: Callable[[torch.device], Callable[[], object]]
     needed_bytes: int
-    arch: str | None = None
 
 
 _POOL, _TOKENS = 1 << 20, 8192
 _SEQS, _SEQ_BLOCKS = 256, 256
-_TURING = "75+PTX"
 
 
-def _decode(name: str, kv_dtype: str = "int8_block_head", arch: str | None = None) -> Case:
+def _decode(name: str, kv_dtype: str = "int8_block_head") -> Case:
     def prepare(device: torch.device) -> Callable[[], object]:
         inputs = PagedInputs(shape(name), device, num_rotations=1)
         arguments = (inputs.queries[0], *inputs.cache(kv_dtype), inputs.block_tables[0], inputs.seq_lens, inputs.sm_scale)
         op = pagedkv.quant_paged_attention if kv_dtype.startswith("int8") else pagedkv.paged_attention
         return lambda: op(*arguments)
 
-    return Case(prepare, shape(name).kv_bytes(kv_dtype), arch)
+    return Case(prepare, shape(name).kv_bytes(kv_dtype))
 
 
 def _evict(device: torch.device) -> Callable[[], object]:
@@ -103,23 +100,17 @@ CASES = {
     **{f"decode {name}": _decode(name) for name in ("256x4096", "64x8192", "8x512", "64x4096_d64", "64x4096_d256")},
     "decode 64x8192, token scales": _decode("64x8192", "int8_token_head"),
     "decode 64x8192, float16": _decode("64x8192", "float16"),
-    "decode 64x8192, compute_75": _decode("64x8192", arch=_TURING),
     f"evict_blocks {_POOL}": Case(_evict, pool_bytes(_POOL)),
     f"select_per_sequence {_SEQS}x{16 * _SEQ_BLOCKS}": Case(_select, _SEQS * _SEQ_BLOCKS * 8),  # an id and a score for each block
     f"reshape_and_cache {_TOKENS}": Case(_write, _TOKENS * 2 * 8 * 128 * 2),  # float16 K and V
 }
 
 
-def cases_for(arch: str | None) -> dict[str, Case]:
-    """Those of `CASES` whose kernels are for `arch`."""
-    return {name: case for name, case in CASES.items() if case.arch == arch}
-
-
-def run_cases(device: torch.device, arch: str | None = None) -> None:
+def run_cases(device: torch.device) -> None:
     """Each case once with the profiler on, after a warm-up with it off; a fill kernel, told by its name, goes before each."""
     cudart = torch.cuda.cudart()
     marker = torch.empty(1, device=device)
-    for case in cases_for(arch).values():
+    for case in CASES.values():
         call = case.prepare(device)
         call()
         torch.cuda.synchronize(device)
@@ -141,7 +132,7 @@ def ncu() -> str | None:
 
 
 def profile_rows(device: torch.device) -> Iterator[dict]:
-    """Profile the cases of each architecture in a process of their own. Clocks are left as they are.
+    """Profile the cases in a process of their own. Clocks are left as they are.
 
     Yields a row of `kind` "kernel" for each kernel that a case launches; see `parse`. Where ncu is missing, may not read the counters or
     fails, one row, `kind` "profile", `status` "absent", with the reason in one line.
@@ -150,17 +141,13 @@ def profile_rows(device: torch.device) -> Iterator[dict]:
     if path is None:
         yield {"kind": "profile", "status": "absent", "reason": "no ncu was found (Nsight Compute, part of the CUDA toolkit)"}
         return
-    for arch in dict.fromkeys(case.arch for case in CASES.values()):
-        text = _watched(path, device, arch)
-        rows = parse(text, list(cases_for(arch)))
-        if not rows:
-            yield {"kind": "profile", "status": "absent", "reason": refusal(text)}
-            return
-        yield from rows
+    text = _watched(path, device)
+    rows = parse(text, list(CASES))
+    yield from rows or [{"kind": "profile", "status": "absent", "reason": refusal(text)}]
 
 
-def _watched(path: str, device: torch.device, arch: str | None) -> str:
-    """What ncu wrote and printed of the cases for `arch`."""
+def _watched(path: str, device: torch.device) -> str:
+    """What ncu wrote and printed."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         counters = [metric for metric, _ in _FIELDS.values() if not metric.startswith("launch__")]  # those are a section's
@@ -168,9 +155,9 @@ def _watched(path: str, device: torch.device, arch: str | None) -> str:
         command += ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(counters)]
         for section in _SECTIONS:
             command += ["--section", section]
-        command += child.command("pagedkv.bench.profile", "--device", device, *(["--arch", arch] if arch else []))
+        command += child.command("pagedkv.bench.profile", "--device", device)
         try:
-            done = subprocess.run(command, env=child.environment(arch), capture_output=True, text=True, timeout=_TIMEOUT_S)
+            done = subprocess.run(command, env=child.environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"==ERROR== ncu did not end within {_TIMEOUT_S} s"
         return (log.read_text() if log.exists() else "") + done.stdout + done.stderr
@@ -242,11 +229,10 @@ def _short(name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pagedkv.bench.profile", description="Run each case once, for a profiler to watch.")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
-    parser.add_argument("--arch", help="the cases for this one, as PAGEDKV_CUDA_ARCH says it (default: for this device)")
     options = parser.parse_args()
     device = hardware.resolve(options.device)
     pagedkv.backend(device)
-    run_cases(device, options.arch)
+    run_cases(device)
     return 0
 
 

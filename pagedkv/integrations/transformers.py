@@ -56,10 +56,10 @@ class PagedCache(Cache):
     A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
 
     Raises:
-        NotImplementedError: soft-capped logits and attention sinks (in the prompt, SDPA has neither), and taking tokens back (`crop`, which
-            assisted generation needs).
-        TypeError, ValueError: `budget` or `watch` is not a number as above, or a policy needs `mass` and `watch` is 0.
-        ValueError: another batch size than that of the prompt.
+        NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); soft-capped logits and attention sinks
+            (in the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted generation needs).
+        TypeError, ValueError: a number is not as above, or a policy needs `mass` and `watch` is 0.
+        ValueError: another batch size than that of the prompt, or another model than the one that it was made for.
         KVCacheFull: `num_blocks` do not suffice.
         RuntimeError: the model's attention was set to another, so that K and V were not stored.
     """
@@ -78,12 +78,16 @@ class PagedCache(Cache):
     ):
         if (policy is None) != (budget is None):
             raise ValueError(f"budget: expected {'None without' if policy is None else 'a number of tokens with'} a policy, got {budget}")
-        for name, value, least in (("budget", budget, 1), ("watch", watch, 0)):
+        numbers = {"budget": (budget, 1), "watch": (watch, 0), "block_size": (block_size, 1), "num_blocks": (num_blocks, 1)}
+        for name, (value, least) in numbers.items():
             if value is not None:
                 checks.integer(name, value)
                 if value < least:
                     raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if not hasattr(model, "set_attn_implementation"):
+            raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
+        _refuse(model, config)
         super().__init__(layers=[PagedLayer(self, i) for i in range(config.num_hidden_layers)])
         self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
         self.seqs: list[int] = []  # of each row of the batch
@@ -111,6 +115,8 @@ class PagedCache(Cache):
 
     def store(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Write the step's K and V of a layer, `[batch, num_kv_heads, columns, head_dim]`; the first layer begins the step."""
+        if key.shape != value.shape:
+            raise NotImplementedError(f"PagedCache: K and V of unlike shape, {list(key.shape)} and {list(value.shape)}")
         if layer == 0:
             self._begin(key, mask)
         self._step.write(layer, self._tokens(key), self._tokens(value))
@@ -276,7 +282,13 @@ class PagedLayer(CacheLayerMixin):
         for name in ("softcap", "s_aux"):
             if kwargs.get(name) is not None:
                 raise NotImplementedError(f"PagedCache: attention with {name}")
+        layers = getattr(getattr(module, "config", None), "num_hidden_layers", len(self.cache.layers))
+        if layers != len(self.cache.layers):
+            made_for = len(self.cache.layers)
+            raise ValueError(f"past_key_values: expected a PagedCache of {layers} layers, got one that was made for {made_for}")
         prompt = self.cache.positions == 0
+        if prompt and not _only_hides(mask):
+            raise NotImplementedError("PagedCache: an attention mask that adds to logits, where one that only hides tokens was expected")
         self.cache.store(self.index, key, value, mask)
         if prompt:
             out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -319,6 +331,24 @@ def paged_attention_forward(
     if module.training:
         raise NotImplementedError("PagedCache: training; it has no gradient")
     return layer.attention(module, query, key, value, attention_mask, scaling, sliding_window, kwargs), None
+
+
+def _refuse(model, config) -> None:
+    """Name what a token would read in the cache otherwise than it should, or never find there."""
+    if not getattr(model, "_supports_attention_backend", False):
+        name = type(model).__name__
+        raise NotImplementedError(f"PagedCache: {name}, whose attention does not go through transformers' AttentionInterface")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise NotImplementedError(f"PagedCache: layers of {', '.join(sorted(map(str, kinds)))}")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise NotImplementedError("PagedCache: layers that share the K and V of others (num_kv_shared_layers)")
+
+
+def _only_hides(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype == torch.bool:
+        return True
+    return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
 
 
 def _valid(mask: Tensor | None, columns: int) -> Tensor | None:

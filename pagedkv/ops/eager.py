@@ -155,7 +155,7 @@ def _max_abs(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _scale_of(max_abs: Tensor) -> Tensor:
     """`max_abs / 127`, NaN for inf. Rounded up where it is subnormal: there rounding down could lose most of a step."""
-    scale = (max_abs / 127).clamp(max=_LARGEST_SCALE)
+    scale = (max_abs / torch.full_like(max_abs, 127)).clamp(max=_LARGEST_SCALE)  # by a number, CUDA multiplies by its inverse
     too_small = (scale < _FLOAT32_MIN_NORMAL) & (scale.double() * 127 < max_abs.double())
     scale = torch.where(too_small, torch.nextafter(scale, max_abs), scale)
     return torch.where(max_abs == math.inf, math.nan, scale)

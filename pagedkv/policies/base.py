@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedkv.ops import checks
 from pagedkv.ops.sequence_eviction import MASS_UNIT
 from pagedkv.ops.statistics import token_moments
 
@@ -89,6 +90,8 @@ def mass_at_places(total: Tensor, block_tables: Tensor) -> Tensor:
 
     Past the end of a sequence: anything.
     """
+    if len(total) == 0:
+        return torch.zeros(block_tables.shape, device=block_tables.device)
     return (total[block_tables.clamp(0, len(total) - 1).long()].double() * MASS_UNIT).float()
 
 
@@ -127,6 +130,7 @@ class Policy(abc.ABC):
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()  # fields of the observation without which there is no score
+    least: ClassVar[dict[str, int]] = {}  # that a parameter may be, where it is not 0
     tolerance: ClassVar[float] = 1e-5  # of `score` in float32 against `reference`, relative to the largest score
 
     def __init_subclass__(cls, **options) -> None:
@@ -135,15 +139,27 @@ class Policy(abc.ABC):
             raise ValueError(f"name: expected one that no policy has, got {cls.name!r}")
         REGISTRY[cls.name] = cls
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, "int"):
+                checks.integer(field.name, value)
+                least = self.least.get(field.name, 0)
+                if value < least:
+                    raise ValueError(f"{field.name}: expected at least {least} with policy {self.name!r}, got {value}")
+
     def __call__(self, seen: Observation) -> Tensor:
         """float32 `[num_seqs, max_blocks]`; what stands past the end of a sequence has no meaning.
 
         Raises:
-            ValueError: the observation lacks what the rule needs.
+            ValueError: the observation lacks what the rule needs, or has a mass for other places than those of its tables.
         """
         missing = [name for name in self.needs if getattr(seen, name) is None]
         if missing:
             raise ValueError(f"seen: expected an observation with {' and '.join(missing)} for {self.name!r}")
+        for name in ("block_mass", "total_mass"):
+            if (mass := getattr(seen, name)) is not None and mass.shape != seen.block_tables.shape:
+                raise ValueError(f"{name}: expected shape {list(seen.block_tables.shape)}, as of block_tables, got {list(mass.shape)}")
         return self.score(seen)
 
     @abc.abstractmethod
@@ -156,13 +172,15 @@ class Policy(abc.ABC):
 
 
 def policy(name: str | Policy, **parameters) -> Policy:
-    """The policy of a name, with the given parameters; a policy as it is.
+    """The policy of a name, or a policy itself, with the given parameters.
 
     Raises:
-        ValueError: no policy has that name.
+        TypeError, ValueError: no policy has that name; a parameter is none of its, or out of range.
     """
     if isinstance(name, Policy):
-        return name
+        return dataclasses.replace(name, **parameters) if parameters else name
+    if not isinstance(name, str):
+        raise TypeError(f"policy: expected a name or a Policy, got {type(name).__name__}")
     if name not in REGISTRY:
         raise ValueError(f"policy: expected one of {', '.join(sorted(REGISTRY))}, got {name!r}")
     return REGISTRY[name](**parameters)

@@ -29,6 +29,11 @@ class KeyDiff(Policy):
         return -seen.mean(along / seen.norms("k").clamp(min=1e-12))
 
     def reference(self, sequence: Sequence) -> np.ndarray:
-        unit = sequence.k / np.linalg.norm(sequence.k, axis=-1, keepdims=True)
-        anchor = unit.mean(0)
-        return -sequence.mean((unit * (anchor / np.linalg.norm(anchor, axis=-1, keepdims=True))).sum(-1))
+        unit = _unit(sequence.k)
+        return -sequence.mean((unit * _unit(unit.mean(0))).sum(-1))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    """Vectors of length 1; one of zeros stays what it is, and points nowhere."""
+    norm = np.linalg.norm(x, axis=-1, keepdims=True)
+    return np.divide(x, norm, out=np.zeros_like(x), where=norm > 0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class LagKV(Policy):
 
     name = "lag_kv"
     needs = ("k_cache", "v_cache")
+    least: ClassVar[dict[str, int]] = {"lag_blocks": 1}
     tolerance = 1e-3  # a rank is a whole number: two tokens that nearly tie may swap theirs
 
     def score(self, seen: Observation) -> Tensor:

@@ -51,9 +51,9 @@ Partials run(const AttentionParams& p, const Path& path, void* workspace, cudaSt
   const int heads_per_merge = int(std::min<int64_t>(p.num_heads, several));
   const bool merging = (path.plan.fixed_splits != 1 && !path.plan.in_cluster) || path.plan.always_merge;
   const int64_t merges = merging ? p.num_seqs * ceil_div(int(p.num_heads), heads_per_merge) : 0;
-  // So many blocks a warp that two CTAs an SM take them all.
+  // So many blocks a warp that four CTAs an SM take them all.
   const bool masses_left = p.block_mass && path.step_mass != StepMass::kNone;
-  const int blocks_per_warp = int(std::clamp<int64_t>(p.num_seqs * p.max_blocks / (2 * kMergeWarps * num_sms()), 1, kMassBlocksPerWarp));
+  const int blocks_per_warp = int(std::clamp<int64_t>(p.num_seqs * p.max_blocks / (4 * kMergeWarps * num_sms()), 1, kMassBlocksPerWarp));
   const int64_t masses = masses_left ? p.num_seqs * ceil_div(int(p.max_blocks), blocks_per_warp * kMergeWarps) : 0;
   if (merges + masses > 0) {
     launch_kernel(finish<Q>, dim3(unsigned(merges + masses)), kMergeThreads, stream, {overlap()}, p, path.plan, partials, int(merges), heads_per_merge, blocks_per_warp);

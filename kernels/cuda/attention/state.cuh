@@ -123,7 +123,7 @@ __device__ inline void store_rotated(T* row, int head_dim, Value value) {
 
 // ------------------------------------------------------------------------------------------ kernels
 
-constexpr int kMergeThreads = 256;
+constexpr int kMergeThreads = 128;  // few registers, too: most CTAs have little to merge or nothing, and are many
 constexpr int kMergeWarps = kMergeThreads / 32;
 
 // The partial states of one sequence.
@@ -141,56 +141,44 @@ __device__ inline SplitRange splits_of(const SplitPlan& plan, const Partials& pa
 // Merge the splits of one (sequence, head); the order is that of the splits, so the result does not depend on which CTA finished first.
 template <typename T>
 __device__ inline void merge_splits(const AttentionParams& p, const Partials& partials, SplitRange splits, int seq, int head) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ SoftmaxState warp_states[kMergeWarps];
+  __shared__ float weights[kMergeThreads];
   auto row_of = [&](int split) { return splits.item(split) * p.num_heads + head; };
 
-  // A warp takes every eighth split, a lane four dims (and four more where head_dim exceeds 128). What fills one wave of CTAs is
-  // asked for at once, and while the states are being merged.
-  constexpr int kHeld = 9;
-  float4 held[kHeld][2];
-  float held_m[kHeld];
-  auto load = [&](int base) {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int split = base + i * kMergeWarps + warp;
-      held_m[i] = split < splits.count ? partials.m[row_of(split)] : -INFINITY;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int d = 4 * (lane + 32 * r);
-        held[i][r] = {};
-        if (split < splits.count && d < p.head_dim) held[i][r] = *reinterpret_cast<const float4*>(partials.acc + row_of(split) * p.head_dim + d);
-      }
-    }
-  };
-  load(0);
-
-  __shared__ SoftmaxState warp_states[kMergeWarps];
   SoftmaxState tokens;
-  for (int s = threadIdx.x; s < splits.count; s += kMergeThreads) tokens = merge(tokens, {partials.m[row_of(s)], partials.l[row_of(s)]});
+  for (int s = threadIdx.x; s < splits.count; s += kMergeThreads) {
+    tokens = merge(tokens, {partials.m[row_of(s)], partials.l[row_of(s)]});
+  }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const SoftmaxState other{__shfl_xor_sync(~0u, tokens.m, d), __shfl_xor_sync(~0u, tokens.l, d)};
     tokens = threadIdx.x & d ? merge(other, tokens) : merge(tokens, other);
   }
   __syncthreads();  // the head before is done with shared memory
-  if (lane == 0) warp_states[warp] = tokens;
+  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = tokens;
   __syncthreads();
   tokens = warp_states[0];
 #pragma unroll
   for (int w = 1; w < kMergeWarps; ++w) tokens = merge(tokens, warp_states[w]);
   const Normaliser norm = normaliser(tokens, p.sinks, head);
 
+  // A warp takes every fourth split, a lane four dims (and four more where head_dim exceeds 128).
   __shared__ float4 warp_sums[kMergeWarps][2][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float4 sums[2] = {};
-  for (int base = 0; base < splits.count; base += kHeld * kMergeWarps) {
-    if (base > 0) load(base);
+  for (int base = 0; base < splits.count; base += kMergeThreads) {
+    const int count = min(kMergeThreads, splits.count - base);
+    __syncthreads();
+    if (threadIdx.x < count) weights[threadIdx.x] = rescale(partials.m[row_of(base + threadIdx.x)], tokens.m);
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const float weight = rescale(held_m[i], tokens.m);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float4 a = held[i][r];
-        sums[r].x += weight * a.x, sums[r].y += weight * a.y, sums[r].z += weight * a.z, sums[r].w += weight * a.w;
+    for (int r = 0; r < 2; ++r) {
+      const int d = 4 * (lane + 32 * r);
+      if (d >= p.head_dim) break;
+#pragma unroll 8
+      for (int s = warp; s < count; s += kMergeWarps) {
+        const float4 a = *reinterpret_cast<const float4*>(partials.acc + row_of(base + s) * p.head_dim + d);
+        sums[r].x += weights[s] * a.x, sums[r].y += weights[s] * a.y, sums[r].z += weights[s] * a.z, sums[r].w += weights[s] * a.w;
       }
     }
   }
@@ -236,8 +224,8 @@ __device__ inline SoftmaxState total_of_head(const AttentionParams& p, const Spl
 
 constexpr int kMassBlocksPerWarp = 8;  // logical blocks, at most
 
-// block_mass from what the fast kernels left for each 16-token step. A warp takes every eighth of the CTA's logical blocks, a lane
-// a head.
+// block_mass from what the fast kernels left for each 16-token step. A warp takes every fourth of the CTA's logical blocks, a lane a
+// head.
 __device__ inline void mass_of_blocks(const AttentionParams& p, const SplitPlan& plan, const Partials& partials, int seq, int first_block, int blocks_per_warp) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const TokenRange r = attended_tokens(p.seq_lens[seq], plan.capacity, plan.window);
