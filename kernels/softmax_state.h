@@ -49,10 +49,10 @@ PAGEDKV_HD float natural_weight(float x, float m) {
   return exp2f(fmaf(x, kLog2e, -m) + x * kLog2eRest);
 }
 
-// A single natural logit as a state: l makes up for what rounding m took away.
+// A single natural logit as a state: l makes up for what rounding m took away. One that overflows in base 2 counts as infinite.
 PAGEDKV_HD SoftmaxState single_logit(float x) {
-  if (x == INFINITY || x == -INFINITY) return {x, x < 0.f ? 0.f : 1.f};
   const float m = x * kLog2e;
+  if (m == INFINITY || m == -INFINITY) return {m, m < 0.f ? 0.f : 1.f};
   return {m, natural_weight(x, m)};
 }
 

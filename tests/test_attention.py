@@ -91,6 +91,18 @@ def test_a_sink_of_infinity_takes_all_the_weight(device, cache, bad):
         torch.testing.assert_close(result.double().cpu(), torch.from_numpy(exact), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("cache", ["block_head", "float16"])
+def test_a_sink_that_overflows_in_base_2(device, cache):
+    """The lowest float, a usual name for no sink, is none; the largest takes all the weight."""
+    largest = torch.finfo(torch.float32).max
+    out, lse = decode(device, cache=cache, lengths=(1100, 20, 0), sinks=torch.tensor([-largest, largest, -2.3e38, 2.3e38]), heads=4).run(
+        return_lse=True
+    )
+    without, lse_without = decode(device, cache=cache, lengths=(1100, 20, 0), sinks=False, heads=4).run(return_lse=True)
+    assert torch.equal(out[:, [0, 2]], without[:, [0, 2]]) and torch.equal(lse[:, [0, 2]], lse_without[:, [0, 2]])
+    assert torch.all(out[:, [1, 3]] == 0) and torch.all(lse[:2, [1, 3]] > 2e38) and torch.all(lse[2] == -math.inf)
+
+
 @pytest.mark.parametrize("cache", ["block_head", "token_head", "bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_window_cap_and_sinks_together(device, cache, dtype):

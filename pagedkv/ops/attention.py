@@ -46,7 +46,7 @@ def quant_paged_attention(
         sliding_window: attend to the last so many tokens only. Blocks wholly before them are not read.
         logits_soft_cap: replace each logit by `cap * tanh(logit / cap)` (Gemma 2).
         sinks: float32 `[num_heads]`, a logit per head that joins the softmax denominator and has no value (GPT-OSS);
-            neither scaled nor capped. inf takes all the weight: the output is 0, `lse` inf.
+            neither scaled nor capped. inf takes all the weight: the output is 0, `lse` inf. One beyond 2.3e38 may count as infinite.
         return_lse: also return `lse`, the natural log of the softmax denominator, sink included.
         return_block_mass: also return `block_mass`, the softmax mass of each logical block over the tokens attended to
             (sinks left out), averaged over query heads.
