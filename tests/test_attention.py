@@ -257,6 +257,16 @@ def test_check_mode_raises_instead(device, monkeypatch):
         case.run()
 
 
+@pytest.mark.parametrize("window", [2**31, 2**32, 2**63 - 1])
+def test_check_mode_sees_all_blocks_in_a_window_past_32_bits(device, monkeypatch, window):
+    monkeypatch.setenv("PAGEDKV_CHECK", "1")
+    case = decode(device, lengths=(40, 40))
+    case.options["sliding_window"] = window
+    case.block_tables[1, 0] = -1
+    with pytest.raises(ValueError, match=r"block_tables\[1, 0\].*-1"):
+        case.run()
+
+
 # ------------------------------------------------------------------------------------------------------------------ large pools
 
 

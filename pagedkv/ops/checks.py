@@ -221,7 +221,7 @@ def paged_attention_values(q, k_cache, v_cache, block_tables, seq_lens, sm_scale
 
 def _block_values(block_tables: Tensor, seq_lens: Tensor, sliding_window: int | None, num_blocks: int, block_size: int) -> None:
     """Sequence lengths fit the table; the blocks that hold attended tokens lie in the pool."""
-    tables, lengths = block_tables.cpu(), seq_lens.cpu()
+    tables, lengths = block_tables.cpu(), seq_lens.cpu().long()  # int32 would wrap around under the largest windows
     capacity = tables.shape[1] * block_size
     bad = ((lengths < 0) | (lengths > capacity)).nonzero()
     if len(bad) > 0:
