@@ -165,6 +165,10 @@ class BlockPool:
             for block in blocks:
                 pool._references[block] += 1
             pool._sequences[seq] = SequenceBlocks(blocks, length)
+        for seq, sequence in pool._sequences.items():
+            for block in sequence.blocks[pool._blocks_for(sequence.length) :]:
+                if pool._references[block] > 1:  # two would write it
+                    raise ValueError(f"state['sequences'][{seq}]: expected its unwritten blocks to be its own, others hold {block} too")
         if sorted(state["free"]) != [block for block, count in enumerate(pool._references) if count == 0]:
             raise ValueError("state['free']: expected exactly the blocks that no sequence holds, each once")
         pool._free, pool._next_sequence = list(state["free"]), state["next_sequence"]

@@ -675,6 +675,12 @@ def test_loading_copies():
         (lambda s: s["k_means"].update({0: [0.0]}), r"state\['k_means'\]\[0\]: expected Tensor, got list"),
         (lambda s: s["planes"].update(v_scale=s["planes"]["v_scale"].to("meta")), "'v_scale': expected data, got a tensor on the meta"),
         (lambda s: s.update(next_sequence=2**70), r"state\['next_sequence'\]: expected 0 to"),
+        (
+            lambda s: s.update(
+                sequences={i: {"blocks": [0], "length": 0} for i in range(2)}, free=[*range(1, NUM_BLOCKS)], next_sequence=2
+            ),
+            "unwritten blocks",
+        ),
     ],
 )
 def test_a_state_that_cannot_be_right_is_refused_whole(change, message):
