@@ -1,5 +1,8 @@
 """The vLLM backend's pages and prefill, without an engine: what is written into a page is what is attended to, however a prompt is cut."""
 
+import logging
+import sys
+
 import pytest
 import torch
 
@@ -159,3 +162,16 @@ def test_another_vllm_than_those_served_is_named_once_the_backend_is_asked_for(m
     monkeypatch.setattr(plugin, "installed", lambda: "0.21.0")
     with pytest.raises(RuntimeError, match=r"serves vLLM 0\.26, 0\.27, 0\.32; this is 0\.21\.0"):
         _ = plugin.Backend
+
+
+def test_a_vllm_without_that_registry_starts_all_the_same_and_is_told_why(monkeypatch, caplog):
+    """vLLM calls plugins unguarded: an error would end every engine, also those that never ask for this backend."""
+    for module in ("vllm.platforms", "vllm.v1.attention.backends.registry"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(plugin, "installed", lambda: "0.10.2")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    plugin.register()
+    assert caplog.messages == ["pagedkv's vLLM backend serves vLLM 0.26, 0.27, 0.32; this is 0.10.2"]
+    monkeypatch.setattr(plugin, "installed", lambda: "0.27.1")
+    with pytest.raises(ImportError):
+        plugin.register()

@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 
 # Minor releases. `make test-vllm` runs 0.27, and 0.32 when told so; 0.26 differs from 0.27 in nothing that is used here.
 SUPPORTED = ("0.26", "0.27", "0.32")
 
-_STOCK_CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
-
 
 def register() -> None:
     """Offer the backend as CUSTOM. vLLM's CPU platform takes CPU_ATTN whatever is asked for, so there that name leads to a choice."""
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:  # of a vLLM too old to ask for a backend by this name; raised here, it would end engines that do not ask either
+        reason = unsupported()
+        if reason is None:
+            raise
+        logging.getLogger(f"vllm.{__name__}").warning(reason)
+        return
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.Backend")
     if current_platform.is_cpu():
@@ -62,7 +68,9 @@ def __getattr__(name: str):
     if name == "ChosenCPUBackend":
         if _custom_was_asked_for():
             return __getattr__("Backend")
-        module, _, stock = _STOCK_CPU_BACKEND.rpartition(".")
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        module, _, stock = AttentionBackendEnum.CPU_ATTN.value.rpartition(".")  # the value is vLLM's own, whatever is registered
         return getattr(importlib.import_module(module), stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
