@@ -109,6 +109,22 @@ def test_where_prompts_do_not_attend_decode_does_and_no_prefill_is_told(fake_vll
     assert found["prompts_attend"] is False and found["prefill_s"] is None and found["tokens_per_s"] > 0
 
 
+@pytest.mark.parametrize(("holds", "requests", "largest"), [(40, 40, True), (128, 128, True), (300, 128, False)])
+def test_a_batch_is_the_largest_that_fits_where_the_cache_holds_no_more(holds, requests, largest, monkeypatch):
+    room = 32768 + vllm_throughput._SLACK + vllm_throughput._WARM_STEPS + vllm_throughput.DECODE_STEPS
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=holds, block_size=room),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+    )
+    monkeypatch.setattr(vllm_throughput, "engine", lambda *_: SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
+    monkeypatch.setattr(vllm_throughput, "attention_layers", lambda _: [SimpleNamespace(impl=object())])
+    monkeypatch.setattr(vllm_throughput, "decode", lambda llm, asked, *_, **__: {"asked": asked})
+    rows = []
+    vllm_throughput.engine_rows("smollm2-135m", "vllm_bf16", ["maxx32768", "129x32768"], rows.append, float("inf"))
+    assert (rows[0]["asked"], rows[0]["largest"]) == (requests, largest)
+    assert rows[1]["status"] == "absent" and rows[1]["reason"] == f"{requests} requests fit"
+
+
 def test_a_step_in_which_a_request_stands_still_is_no_measurement(fake_vllm):
     engine = Engine()
     step = engine.step

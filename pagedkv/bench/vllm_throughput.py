@@ -203,7 +203,8 @@ def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float
         capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         decode(llm, 2, 64, steps=4)  # what is compiled at first use, is compiled here
         for point, (wanted, context) in zip(points, pairs, strict=True):
-            fits = min(capacity // (context + _SLACK + _WARM_STEPS + DECODE_STEPS), MAX_REQUESTS)
+            held = capacity // (context + _SLACK + _WARM_STEPS + DECODE_STEPS)
+            fits = min(held, MAX_REQUESTS)
             requests = fits if wanted == "max" else int(wanted)
             row = {
                 "kind": "engine",
@@ -216,7 +217,7 @@ def engine_rows(model: str, cache: str, points: list[str], emit, deadline: float
                 "kv_tokens": capacity,
                 "requests": requests,
                 "context": context,
-                "largest": wanted == "max",
+                "largest": wanted == "max" and fits == held,  # a small model's cache holds more than are asked to run
             }
             if requests > fits:
                 emit({**row, "status": "absent", "reason": f"{fits} requests fit"})
