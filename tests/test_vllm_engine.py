@@ -147,13 +147,13 @@ def test_layers_with_a_sliding_window_say_what_stock_says(engine, stock, text):
     """Every other layer attends to 64 tokens; vLLM gives those blocks of their own and takes them back once they are out of sight."""
     windowed = {"hf_overrides": {"layer_types": ["sliding_attention", "full_attention"] * 15, "sliding_window": 64}}
     prompts = bench.prompts_of(stock, text[80000:], (10, 300))
-    answers = []
-    for cache in ("stock", "unquantised"):
-        llm = engine(cache, max_num_batched_tokens=256, **windowed)
-        answers.append([a.tokens for a in bench.greedy(llm, prompts, 16)])
+    theirs, exact, ours = (engine(cache, max_num_batched_tokens=256, **windowed) for cache in ("stock", "unquantised", "int8"))
+    for llm in (theirs, exact, ours):
         assert any(layer.sliding_window == 64 for layer in bench.attention_layers(llm))
-    assert answers[0] == answers[1]
-    assert answers[0] != [a.tokens for a in bench.greedy(stock, prompts, 16)]
+    reference = bench.greedy(theirs, prompts, 16)
+    assert [a.tokens for a in bench.greedy(exact, prompts, 16)] == [a.tokens for a in reference]
+    assert close(ours, prompts, reference)
+    assert [a.tokens for a in reference] != [a.tokens for a in bench.greedy(stock, prompts, 16)]
 
 
 def test_a_cache_too_small_for_all_preempts_and_resumes(engine, stock, text, monkeypatch):
@@ -168,6 +168,19 @@ def test_a_cache_too_small_for_all_preempts_and_resumes(engine, stock, text, mon
     assert close(tiny, prompts, reference)
 
 
+def test_heads_are_divided_among_processes(engine, int8, prompts, reference):
+    """Three of them, with one of the model's KV heads each: every one holds three times the tokens in its bytes."""
+
+    def made(worker):
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        return {(f"{(c := type(layer.impl)).__module__}.{c.__qualname__}", layer.impl.num_kv_heads) for layer in layers}
+
+    divided = engine("int8", tensor_parallel_size=3, max_num_batched_tokens=256, block_size=32)
+    assert divided.collective_rpc(made) == [{(OURS, 1)}] * 3
+    assert bench.blocks_of(divided) // bench.blocks_of(int8) == 3
+    assert close(divided, prompts[:3], reference[:3])
+
+
 def _generate(llm, prompts, new_tokens):
     from vllm import SamplingParams
 
@@ -178,10 +191,8 @@ def _generate(llm, prompts, new_tokens):
 # ------------------------------------------------------------------------------------------------------ a batch
 
 
-def _build(lengths: list[int], seq_lens: list[int]):
-    from pagedkv.integrations.vllm.backend import PagedKVMetadataBuilder
-
-    batch = SimpleNamespace(
+def _batch(lengths: list[int], seq_lens: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(
         causal=True,
         num_reqs=len(lengths),
         max_query_len=max(lengths),
@@ -190,6 +201,11 @@ def _build(lengths: list[int], seq_lens: list[int]):
         seq_lens_cpu_upper_bound=torch.tensor(seq_lens),
         query_start_loc_cpu=torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)]),
     )
+
+
+def _build(batch: SimpleNamespace):
+    from pagedkv.integrations.vllm.backend import PagedKVMetadataBuilder
+
     return PagedKVMetadataBuilder(_spec(), [], None, torch.device("cpu")).build(0, batch)
 
 
@@ -201,13 +217,15 @@ def _spec(**fields):
 
 def test_a_step_of_single_tokens_takes_the_engines_own_tensors():
     """Those are what a CUDA graph has captured."""
-    built = _build([1, 1, 1], [5, 9, 1])
+    batch = _batch([1, 1, 1], [5, 9, 1])
+    built = _build(batch)
     assert built.num_rows == 3 and built.pieces == []
-    assert built.seq_lens.tolist() == [5, 9, 1] and built.block_table[:, 0].tolist() == [0, 10, 20]
+    assert built.seq_lens.data_ptr() == batch.seq_lens.data_ptr() and built.seq_lens.tolist() == [5, 9, 1]
+    assert built.block_table.data_ptr() == batch.block_table_tensor.data_ptr() and len(built.block_table) == 3
 
 
 def test_the_few_last_tokens_of_a_prompt_are_rows_like_decodes():
-    built = _build([1, 3, 200, 100], [50, 640, 200, 300])
+    built = _build(_batch([1, 3, 200, 100], [50, 640, 200, 300]))
     assert built.num_rows == 4
     assert built.seq_lens.tolist() == [50, 638, 639, 640] and built.block_table[:, 0].tolist() == [0, 10, 10, 10]
     assert [(p.begin, p.end, p.context, int(p.block_table[0])) for p in built.pieces] == [(4, 204, 0, 20), (204, 304, 200, 30)]
