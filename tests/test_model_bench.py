@@ -141,7 +141,7 @@ def small_eviction():
 def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, small_eviction):
     rows = list(eviction_quality.continuation(model, ids, {}, SMALL, say=quiet))
     variants = {row["variant"]: row for row in rows}
-    assert len(variants) == len(rows) == 1 + 4 * len(eviction_quality.REGISTRY) + 4 * 2 + 1 + len(eviction_quality.REGISTRY)
+    assert len(variants) == len(rows) == 2 * (1 + 4 * len(eviction_quality.REGISTRY)) + 4 * 2
     assert {row["tokens"] for row in rows} == {15}
     assert variants["everything 0%"]["kl"] == 0 and variants["sinks_and_recency 50%"]["vs_streaming"] == 1
     best = eviction_quality.best_at(rows, 0.5)
@@ -150,11 +150,22 @@ def test_every_policy_and_fraction_is_measured_on_the_same_tokens(model, ids, sm
     )
     assert best["kvpress_best"] is best["vs_kvpress"] is best["vs_kvpress_low"] is None
     assert best["variant"] in eviction_quality.verdict(best) and "kvpress" not in eviction_quality.verdict(best)
-    assert [[row["fraction"] for row in line] for line in eviction_quality.series(rows, False)] == [[0.1, 0.25, 0.5, 0.75]] * (
-        len(eviction_quality.REGISTRY) + 2
-    )
+    panels = eviction_quality.panels(rows)
+    policies = len(eviction_quality.REGISTRY)
+    assert {title: len(lines) for title, lines in panels.items()} == {"float32 cache": policies + 2, "int8 cache": policies}
+    assert {tuple(row["fraction"] for row in line) for lines in panels.values() for line in lines} == {(0.1, 0.25, 0.5, 0.75)}
     for policy in eviction_quality.REGISTRY:
         assert variants[f"{policy} 10%"]["kl"] > 0, policy
+
+
+def test_int8_on_top_is_held_against_the_same_eviction_in_float32(model, ids, small_eviction):
+    variants = {row["variant"]: row for row in eviction_quality.continuation(model, ids, {}, SMALL, say=quiet)}
+    on_int8 = {name: row for name, row in variants.items() if row["cache"] == "int8"}
+    assert len(on_int8) == 1 + 4 * len(eviction_quality.REGISTRY)
+    for name, row in on_int8.items():
+        assert row["vs_float32"] == pytest.approx(row["perplexity"] / variants[name.removesuffix(" int8")]["perplexity"])
+        assert row["vs_float32_low"] <= row["vs_float32"] <= row["vs_float32_high"] and row["vs_float32"] != 1
+    assert not any("vs_float32" in row for name, row in variants.items() if name not in on_int8)
 
 
 def test_the_yardsticks_are_sinks_and_recency_and_the_best_of_kvpress():
@@ -178,10 +189,10 @@ def test_the_verdict_claims_no_more_than_its_intervals(low, high, said):
 def test_what_is_evicted_is_what_the_policy_names(model, ids, small_eviction):
     variants = eviction_quality.plan([])
     cache = eviction_quality.prompted(model, ids[None, :64].repeat(2, 1), variants, {})
-    shared, by_layer, _ = cache.members
+    shared, by_layer, on_int8 = cache.members
     lengths = [shared.kv.length(seq) for seq in shared.seqs[::2]]
     kept = {0.0: 64, 0.1: 56, 0.25: 48, 0.5: 32, 0.75: 16}
-    assert lengths == [kept[v.fraction] for v in variants[0]]
+    assert lengths == [on_int8.kv.length(seq) for seq in on_int8.seqs[::2]] == [kept[v.fraction] for v in variants[0]]
     assert [by_layer.kv.length(seq, layer=2) for seq in by_layer.seqs[::2]] == [kept[v.fraction] for v in variants[1]]
     # Sinks and recency at 50 %: the first block and the last seven, which the fork of the whole prompt still shares.
     at = next(i for i, v in enumerate(variants[0]) if (v.policy, v.fraction) == ("sinks_and_recency", 0.5))

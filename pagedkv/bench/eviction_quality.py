@@ -25,7 +25,6 @@ QUICK_SIZES = Sizes(2, 512, 16, together=2)
 WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up
 PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
 FRACTIONS = (0.10, 0.25, 0.50, 0.75)
-INT8_FRACTION = 0.50
 INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some policies look at
 STREAMING = "sinks_and_recency"  # what the others are compared with
 BY_LAYER = ("accumulated_attention", "last_query_attention")  # also with a choice for each layer
@@ -48,10 +47,11 @@ class Variant:
 
 def plan(presses: Sequence[str]) -> list[list[Variant]]:
     """The variants of each member of the ensemble, in its order; the first of all evicts nothing."""
+    one_choice = [Variant(None), *(Variant(policy, fraction) for policy in REGISTRY for fraction in FRACTIONS)]
     return [
-        [Variant(None), *(Variant(policy, fraction) for policy in REGISTRY for fraction in FRACTIONS)],
+        one_choice,
         [Variant(policy, fraction, choice="layer") for policy in BY_LAYER for fraction in FRACTIONS],
-        [Variant(None, cache="int8"), *(Variant(policy, INT8_FRACTION, "int8") for policy in REGISTRY)],
+        [dataclasses.replace(variant, cache="int8") for variant in one_choice],
         [Variant(f"kvpress {press}", fraction, choice="layer and head") for press in presses for fraction in FRACTIONS],
     ]
 
@@ -101,7 +101,8 @@ def prompted(model, prompts: Tensor, variants: Sequence[Sequence[Variant]], pres
 def continuation(model, ids: Tensor, presses: dict, sizes: Sizes, say: Callable[[str], None] = print) -> Iterator[dict]:
     """A row for each variant: perplexity and agreement over what follows prompts of a text `ids` `[tokens]`.
 
-    `vs_streaming`, `vs_kvpress`: perplexity over that of sinks + recency and of kvpress's best rule at the same fraction.
+    `vs_streaming`, `vs_kvpress`: perplexity over that of sinks + recency and of kvpress's best rule at the same fraction; `vs_float32`,
+    of a row on an INT8 cache: over that of the same policy and fraction without INT8.
     """
     variants = plan(list(presses))
     flat = [variant for mine in variants for variant in mine]
@@ -117,6 +118,8 @@ def continuation(model, ids: Tensor, presses: dict, sizes: Sizes, say: Callable[
     for variant, mine, row in zip(flat, nll, summaries(scores, [v.name for v in flat]), strict=True):
         for name, other in others.get(variant.fraction, {}).items():
             row |= with_interval(name, mine - other, exp_mean)
+        if variant.cache == "int8":
+            row |= with_interval("vs_float32", mine - nll[flat.index(dataclasses.replace(variant, cache="float32"))], exp_mean)
         yield {"what": "continuation", "context": sizes.context, **dataclasses.asdict(variant), **row}
 
 
@@ -171,13 +174,14 @@ def verdict(best: dict) -> str:
     return text + "."
 
 
-def series(rows: Sequence[dict], peers: bool) -> list[list[dict]]:
-    """Rows on a float32 cache as lines of a figure: one for each policy (or each of kvpress's rules) and choice, by fraction."""
-    lines: dict[tuple, list[dict]] = {}
+def panels(rows: Sequence[dict]) -> dict[str, list[list[dict]]]:
+    """Rows as a figure's panels, by title: of each the lines, one for each policy (or rule of kvpress) and choice, by fraction."""
+    found: dict[str, dict[tuple, list[dict]]] = {}
     for row in rows:
-        if row["cache"] == "float32" and row["policy"] and row["policy"].startswith("kvpress") == peers:
-            lines.setdefault((row["policy"], row["choice"]), []).append(row)
-    return list(lines.values())
+        if row["policy"]:
+            title = "kvpress" if row["policy"].startswith("kvpress") else f"{row['cache']} cache"
+            found.setdefault(title, {}).setdefault((row["policy"], row["choice"]), []).append(row)
+    return {title: list(lines.values()) for title, lines in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
