@@ -297,15 +297,26 @@ struct Pages {
     v_lane = C::token(0, t) * v_token + C::v_piece_bytes * g;
   }
 
-  // Whole lines of tokens 4 j + g / 2; or token 8 j + g.
-  __device__ void load_k(HalfStep<C>& to, const StepEntry& at) const {
+  // Calls use(register, address) for a lane's pieces of K: whole lines of tokens 4 j + g / 2; or token 8 j + g.
+  template <class Use>
+  __device__ void for_k(const StepEntry& at, Use use) const {
     constexpr int loads = C::half_step_words / 4, per_row = C::whole_lines ? C::k_pieces / 2 : 1, rows = 16 / (loads / per_row);
     const char* row = k + uint64_t(at.block) * k_block + (at.token * k_token + k_lane);
 #pragma unroll
     for (int j = 0; j < loads / per_row; ++j, row += rows * k_token) {
 #pragma unroll
-      for (int line = 0; line < per_row; ++line) load_16(&to.r[(j * per_row + line) * 4], row + 128 * line);
+      for (int line = 0; line < per_row; ++line) use((j * per_row + line) * 4, row + 128 * line);
     }
+  }
+
+  __device__ void load_k(HalfStep<C>& to, const StepEntry& at) const {
+    for_k(at, [&](int r, const char* piece) { load_16(&to.r[r], piece); });
+  }
+
+  // Asks for what `load_k` will load; one lane for each line.
+  __device__ void prefetch_k(const StepEntry& at) const {
+    if (threadIdx.x % (C::whole_lines ? 8 : 4) != 0) return;
+    for_k(at, [](int, const char* piece) { asm volatile("prefetch.global.L2 [%0];" ::"l"(piece)); });
   }
 
   __device__ void load_v(HalfStep<C>& to, const StepEntry& at) const {
@@ -574,7 +585,13 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
         const StepEntry& entry = shared.entries[step - stage];
         pages.load_k(k, entry);
         pages.load_v(v, entry);
-        if constexpr (C::kind == CacheKind::kInt8TokenHead) token_scale = load_token_scale(entry);
+        if constexpr (C::kind == CacheKind::kInt8TokenHead) {
+          token_scale = load_token_scale(entry);
+        } else if (step + 2 * C::warps < stage_end) {
+          // The registers for the next K are taken until this one has come. Worth 3 % of a short run of a few dozen steps; with scales to
+          // load for each token, nothing.
+          pages.prefetch_k(shared.entries[step + C::warps - stage]);
+        }
       }
       if constexpr (C::kind == CacheKind::kInt8BlockHead) {  // while the first pages are on their way
 #pragma unroll 1
@@ -778,7 +795,7 @@ __global__ void __launch_bounds__(C::threads, C::ctas_per_sm) decode_mma(Attenti
     if (warp == 0 && t == 0 && g < heads) {
       const int64_t row = int64_t(work.seq) * p.num_heads + head0 + g, at = int64_t(work.index) * p.num_heads + head0 + g;
       if (whole || plan.in_cluster) {
-        if (p.lse && work.split == 0) p.lse[row] = norm.lse;
+        if (p.lse && work.split == 0) p.lse[row] = norm.lse();
         if constexpr (C::mass) partials.totals[row] = tokens;
       } else {
         partials.m[at] = tokens.m, partials.l[at] = tokens.l;

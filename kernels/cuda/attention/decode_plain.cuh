@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kPlainThreads) decode_plain(AttentionParams p,
   }
   if (threadIdx.x == 0) {
     if (whole) {
-      if (p.lse) p.lse[row] = norm.lse;
+      if (p.lse) p.lse[row] = norm.lse();
       if (p.block_mass) partials.totals[row] = tokens;
     } else {
       partials.m[at] = tokens.m, partials.l[at] = tokens.l;

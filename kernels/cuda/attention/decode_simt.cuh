@@ -422,7 +422,7 @@ __global__ void __launch_bounds__(kSimtThreads, C::ctas_per_sm) decode_simt(Atte
   }
   if (lane == 0) {
     if (whole) {
-      if (p.lse) p.lse[row] = norm.lse;
+      if (p.lse) p.lse[row] = norm.lse();
       if (p.block_mass) partials.totals[row] = tokens;
     } else {
       partials.m[at] = tokens.m, partials.l[at] = tokens.l;

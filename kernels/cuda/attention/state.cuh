@@ -74,17 +74,20 @@ constexpr SoftmaxState kBadState{std::numeric_limits<float>::infinity(), std::nu
 
 __device__ inline bool is_bad(SoftmaxState s) { return s.m == INFINITY && isnan(s.l); }  // with l = 1 it is a sink of +inf
 
-// The factor that turns an unnormalised output into the output, and the natural-log denominator. A sink is
+// The factor that turns an unnormalised output into the output, and the state of the denominator. A sink is
 // one more logit in the denominator, but not for a sequence without tokens: its output is 0, its lse -inf.
 struct Normaliser {
-  float factor, lse;
+  float factor;
+  SoftmaxState denominator;
+
+  __device__ float lse() const { return log_sum_exp(denominator); }  // in double: only where it is asked for
 };
 
 __device__ inline Normaliser normaliser(SoftmaxState tokens, const float* sinks, int head) {
-  if (tokens.l == 0.f) return {0.f, -INFINITY};
+  if (tokens.l == 0.f) return {0.f, {}};
   SoftmaxState all = tokens;
   if (sinks) all = merge(tokens, single_logit(sinks[head]));
-  return {rescale(tokens.m, all.m) / all.l, log_sum_exp(all)};
+  return {rescale(tokens.m, all.m) / all.l, all};
 }
 
 template <typename T>
@@ -198,7 +201,7 @@ __device__ inline void merge_splits(const AttentionParams& p, const Partials& pa
     store_rotated(out, int(p.head_dim), output);
   }
   if (threadIdx.x == 0) {
-    if (p.lse) p.lse[out_row] = norm.lse;
+    if (p.lse) p.lse[out_row] = norm.lse();
     if (p.block_mass) partials.totals[out_row] = tokens;
   }
 }
