@@ -3,14 +3,16 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
 from pagedkv import KVCacheFull  # noqa: E402
+from pagedkv.block_mass import BlockMass  # noqa: E402
 from pagedkv.integrations.transformers import PagedCache  # noqa: E402
-from pagedkv.policies import REGISTRY  # noqa: E402
+from pagedkv.policies import REGISTRY, Observation  # noqa: E402
 from pagedkv.quant_spec import KV_SPECS  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -131,6 +133,95 @@ def test_every_policy_runs_in_the_loop(policy, plain_pytorch):
     paged(model, inputs, cache, max_new_tokens=4)
     assert all(12 < cache.kv.length(seq) <= 16 for seq in cache.seqs)
     assert cache.scores(cache.policy).shape == (3, 4)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("policy", REGISTRY)
+def test_the_blocks_that_remain_are_worth_most(policy, by_layer, plain_pytorch):
+    """Step by step beside a cache that evicts nothing by itself, but is told to what the policy's NumPy twin gives up."""
+    model, inputs = tiny(), prompt("left", length=40)
+    options = {"block_size": 4, "policy": policy, "evict_by_layer": by_layer, "watch": 8}
+    cache, twin = PagedCache(model, "block_head", budget=16, **options), PagedCache(model, "block_head", budget=1000, **options)
+    ids, mask, gone = inputs["input_ids"], inputs["attention_mask"], 0
+    for step in range(9):
+        with torch.no_grad():
+            logits = [model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, twin)]
+        assert torch.equal(*logits), step
+        for table in range(3 if by_layer else 1):
+            for row, scores in enumerate(twin_scores(twin, table)):
+                length = twin.kv.length(twin.seqs[row], table)
+                evictable = range(1, (length - 1) // 4)
+                lowest = sorted(evictable, key=scores.__getitem__)[: max(0, -(-(length - 16) // 4))]
+                gone += len(lowest)
+                if lowest:
+                    twin.evict(row, lowest, table)
+            assert torch.equal(cache.kv.tables(cache.seqs, table)[0], twin.kv.tables(twin.seqs, table)[0]), (step, table)
+        ids = logits[0][:, -1:].argmax(-1)
+        mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+    assert gone == (6 + 5 + 6 + 3 * 2) * (3 if by_layer else 1), "after the prompt, and whenever a block has filled up"
+
+
+def twin_scores(cache, table):
+    """For each row the policy's `reference` of its blocks; where one table serves all layers, the mean over them."""
+    layers = [table] if cache.evict_by_layer else range(3)
+    mass = cache.mass[table]
+    seen = [
+        Observation(
+            *cache.kv.tables(cache.seqs, table),
+            4,
+            **cache.kv.planes[layer].tensors(),
+            block_mass=mass.last / len(layers),
+            total_mass=mass.total / len(layers),
+        )
+        for layer in layers
+    ]
+    return [np.mean([cache.policy.reference(each) for each in row], 0) for row in zip(*(x.sequences() for x in seen), strict=True)]
+
+
+def test_mass_goes_with_its_rows_and_blocks():
+    mass, rows = BlockMass(), torch.tensor([0, 0, 1, 1, 1])
+    mass.begin(2, 5, torch.device("cpu"))
+    given = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) + 1
+    mass.add(given, rows)
+    want = {"total": torch.stack([given[:2].sum(0), given[2:].sum(0)]), "last": given[[1, 4]]}
+    for name in want:
+        torch.testing.assert_close(getattr(mass, name), want[name])
+    mass.choose([1, 0, 1])
+    mass.evict(2, [3, 0])
+    for name, (first, second) in want.items():
+        left = torch.cat([second[[1, 2, 4]], torch.zeros(2)])  # later ones have moved up
+        torch.testing.assert_close(getattr(mass, name), torch.stack([second, first, left]))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_mass_follows_beams_and_eviction(by_layer, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, "unquantised", block_size=4, policy="accumulated_attention", budget=100, evict_by_layer=by_layer)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+
+    def held():
+        return [(cache.kv.tables(cache.seqs, i)[0], mass.total, mass.last) for i, mass in enumerate(cache.mass)]
+
+    def expect(rows):
+        for got, want in zip(held(), before, strict=True):
+            assert all(torch.equal(x, y[rows]) for x, y in zip(got, want, strict=True))
+
+    before = held()
+    assert all(len(set(x[:, 0].tolist())) == 3 for tensors in before for x in tensors), "rows differ, or nothing is shown"
+    cache.batch_repeat_interleave(2)
+    expect([0, 0, 1, 1, 2, 2])
+    cache.reorder_cache(torch.tensor([5, 0, 0, 2, 3, 4]))
+    expect([2, 0, 0, 1, 1, 2])
+    cache.batch_select_indices(torch.tensor([1, 3, 5]))
+    expect([0, 1, 2])
+    for table in range(len(cache.mass)):
+        cache.evict(1, [2, 1], table)
+    for (tables, *masses), (tables_before, *masses_before) in zip(held(), before, strict=True):
+        assert torch.equal(tables[1, :2], tables_before[1, [0, 3]]) and torch.equal(tables[::2], tables_before[::2])
+        for got, want in zip(masses, masses_before, strict=True):
+            assert torch.equal(got[::2], want[::2]), "other rows"
+            assert torch.equal(got[1], torch.cat([want[1, [0, 3, 4]], torch.zeros(2)]))
 
 
 def test_a_budget_that_is_never_reached_changes_nothing(plain_pytorch):
