@@ -305,11 +305,14 @@ class PagedKVCache:
                 raise ValueError(f"state[{name!r}]: expected {value!r}, got {state.get(name)!r}")
         planes = self._planes.tensors()
         _check_form("state", state, {"planes": dict.fromkeys(planes, Tensor), **_STATE_FORM})
-        for name, plane in planes.items():
-            checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
         for name, tensor in (state["planes"] | state["k_means"]).items():
+            dtype = planes[name].dtype if name in planes else torch.float32
+            if tensor.dtype != dtype:
+                raise ValueError(f"state, {name!r}: expected dtype {dtype}, got {tensor.dtype}")
             if tensor.is_meta:
                 raise ValueError(f"state, {name!r}: expected data, got a tensor on the meta device")
+        for name, plane in planes.items():
+            checks.tensor(f"state['planes'][{name!r}]", state["planes"][name], (plane.dtype,), plane.shape)
         if not 0 <= state["next_sequence"] < _MOST_SEQUENCES:
             raise ValueError(f"state['next_sequence']: expected 0 to {_MOST_SEQUENCES - 1}, got {state['next_sequence']}")
         pool = BlockPool.from_state_dict(self.num_blocks, self.block_size, state)

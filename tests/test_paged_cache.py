@@ -674,6 +674,8 @@ def test_loading_copies():
         (lambda s: s.update(sequences={"0": s["sequences"][0]}), r"state\['sequences'\]: its key '0': expected int, got str"),
         (lambda s: s["k_means"].update({0: [0.0]}), r"state\['k_means'\]\[0\]: expected Tensor, got list"),
         (lambda s: s["planes"].update(v_scale=s["planes"]["v_scale"].to("meta")), "'v_scale': expected data, got a tensor on the meta"),
+        (lambda s: s["planes"].update(k_cache=s["planes"]["k_cache"].float()), r"'k_cache': expected dtype torch.int8, got torch.float32"),
+        (lambda s: s["k_means"].update({0: torch.zeros(KV_HEADS, HEAD_DIM, dtype=torch.int32)}), "0: expected dtype torch.float32, got"),
         (lambda s: s.update(next_sequence=2**70), r"state\['next_sequence'\]: expected 0 to"),
         (
             lambda s: s.update(
