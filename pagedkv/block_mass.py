@@ -27,6 +27,7 @@ class BlockMass:
 
     def add(self, mass: Tensor, rows: Tensor) -> None:
         """`mass`: float32 `[queries, blocks]`, as the decode kernel returns it; `rows`: int64 `[queries]`, ascending, the row of each."""
+        mass = mass.detach()
         self.total.index_add_(0, rows, mass)
         latest = torch.ones_like(rows, dtype=torch.bool)
         latest[:-1] = rows[1:] != rows[:-1]

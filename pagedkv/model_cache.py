@@ -159,8 +159,9 @@ class Step:
         self._reads: list[tuple[Tensor, Tensor] | None] = [None] * len(plans)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """`key, value`: floating `[num_tokens, num_kv_heads, head_dim]`."""
+        """`key, value`: floating `[num_tokens, num_kv_heads, head_dim]`. No gradient goes through the cache."""
         checks.tensors(key=key, value=value)
+        key, value = key.detach(), value.detach()
         table = layer if self.cache.evict_by_layer else 0
         self.cache.planes[layer].write(key, value, self._slots[table], self._means(layer, key))
 
@@ -232,9 +233,9 @@ class Step:
         if not self.cache.spec.subtract_k_mean:
             return None
         means = self.cache._k_means[layer]
-        for row, (seq, count) in enumerate(zip(self.seqs, self._tokens_each, strict=True)):
-            if count and seq not in means:
-                means[seq] = key[self.rows == row].float().mean(0)
+        for seq, tokens in zip(self.seqs, key.split(self._tokens_each), strict=True):
+            if len(tokens) and seq not in means:
+                means[seq] = tokens.float().mean(0)
         return self._means_of(layer)[self.rows]
 
     def _means_of(self, layer: int) -> Tensor:
