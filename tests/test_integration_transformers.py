@@ -358,6 +358,50 @@ def test_a_model_whose_attention_is_its_own_is_refused_by_name(monkeypatch):
         PagedCache("block_head")
 
 
+def test_a_mask_of_one_row_is_that_of_all(plain_pytorch):
+    model, ids = tiny(), prompt("none")["input_ids"]
+    allowed = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    allowed[..., :4] = False  # padding, left
+    cache = PagedCache(model, "unquantised")
+    with torch.inference_mode():
+        got = model(ids, attention_mask=allowed, past_key_values=cache).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(got[:, 4:], model(ids, attention_mask=allowed).logits[:, 4:])
+    assert [cache.kv.length(seq) for seq in cache.seqs] == [16, 16, 16]
+
+
+def test_a_mask_of_another_batch_is_refused_before_anything_is_held(plain_pytorch):
+    model, ids = tiny(), prompt("none")["input_ids"]
+    cache, mask = PagedCache(model, "unquantised"), torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"^attention_mask: expected 3 rows, as in the batch, or 1, got 2"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.seqs == []
+    with torch.inference_mode():
+        assert model(ids, past_key_values=cache).logits.isfinite().all(), "and it may be used"
+
+
+@pytest.mark.parametrize("spec", ["unquantised", "k_mean_rotated_block_head"])
+def test_a_forward_with_gradients_leaves_none_in_the_cache(spec, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, spec, block_size=4, watch=8)
+    model(**inputs, past_key_values=cache)
+    model(inputs["input_ids"][:, :1], past_key_values=cache)
+    held = [plane for planes in cache.kv.planes for plane in planes.tensors().values()] + [cache.mass[0].total, cache.mass[0].last]
+    assert not any(tensor.requires_grad for tensor in held)
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window_in_some_layers"])
+def test_a_policy_over_a_sliding_window_is_refused(name):
+    """What is evicted would bring tokens back into the window, which counts those that are left."""
+    model = tiny(name)
+    attention = model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=r"^PagedCache: a policy over sliding-window layers"):
+        PagedCache(model, policy="sinks_and_recency", budget=16)
+    assert model.config._attn_implementation == attention
+    unused = tiny("qwen2_window_in_some_layers", use_sliding_window=False), tiny("mistral_window", sliding_window=None)
+    assert all(PagedCache(model, policy="sinks_and_recency", budget=16) for model in unused)
+
+
 def test_a_mask_that_adds_to_logits_is_refused(plain_pytorch):
     model, ids = tiny(), prompt("none")["input_ids"]
     mask = torch.zeros(3, 1, 20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
