@@ -129,7 +129,7 @@ def test_a_policy_in_the_loop_keeps_every_sequence_within_its_budget(by_layer, b
 @pytest.mark.parametrize("policy", REGISTRY)
 def test_every_policy_runs_in_the_loop(policy, plain_pytorch):
     model, inputs = tiny(), prompt("left")
-    cache = PagedCache(model, "rotated_block_head", block_size=4, policy=policy, budget=16)
+    cache = PagedCache(model, "block_head", block_size=4, policy=policy, budget=16)
     paged(model, inputs, cache, max_new_tokens=4)
     assert all(12 < cache.kv.length(seq) <= 16 for seq in cache.seqs)
     assert cache.scores(cache.policy).shape == (3, 4)
@@ -356,6 +356,27 @@ def test_a_model_whose_attention_is_its_own_is_refused_by_name(monkeypatch):
         PagedCache(model)
     with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got str"):
         PagedCache("block_head")
+
+
+@pytest.mark.parametrize("policy", REGISTRY)
+def test_a_policy_that_would_see_what_the_encoding_does_is_refused(policy, plain_pytorch):
+    model, refused = tiny(), set()
+    for spec in KV_SPECS:
+        try:
+            PagedCache(model, spec, policy=policy, budget=16)
+        except ValueError as error:
+            assert str(error).startswith("spec: expected one without ") and f"for policy {policy!r}" in str(error)
+            refused.add(spec)
+    rotated, k_mean = ({name for name in KV_SPECS if word in name} for word in ("rotated", "k_mean"))
+    by_channel, by_key = {"lag_kv"}, {"key_diff", "key_norm", "value_key_norm"}
+    assert refused == (rotated if policy in by_channel else k_mean if policy in by_key else set())
+    cache = PagedCache(model, "k_mean_rotated_block_head", watch=8)
+    model(**prompt("none"), past_key_values=cache)
+    if policy in by_channel | by_key:
+        with pytest.raises(ValueError, match=r"^spec: expected one without"):
+            cache.scores(REGISTRY[policy]())
+    else:
+        assert cache.scores(REGISTRY[policy]()).shape == (3, 2)
 
 
 def test_a_mask_of_one_row_is_that_of_all(plain_pytorch):

@@ -60,7 +60,8 @@ class PagedCache(Cache):
         NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); a policy over sliding-window layers;
             soft-capped logits and attention sinks (in the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted
             generation needs).
-        TypeError, ValueError: a number is not as above, or a policy needs `mass` and `watch` is 0.
+        TypeError, ValueError: a number is not as above, a policy needs `mass` and `watch` is 0, or it would see in K or V what `spec` does
+            to them (see `Policy.obstacle`).
         ValueError: another batch size than that of the prompt, a mask of neither that many rows nor one, or another model than the one that
             it was made for.
         KVCacheFull: `num_blocks` do not suffice.
@@ -91,14 +92,16 @@ class PagedCache(Cache):
             raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
-        if policy is not None and _has_window(config):
-            raise NotImplementedError("PagedCache: a policy over sliding-window layers")
+        spec, policy = kv_spec(spec), None if policy is None else find_policy(policy)
+        if policy is not None:
+            policy.check_spec(spec)
+            if _has_window(config):
+                raise NotImplementedError("PagedCache: a policy over sliding-window layers")
         super().__init__(layers=[PagedLayer(self, i) for i in range(config.num_hidden_layers)])
-        self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
+        self.spec, self.block_size, self.num_blocks = spec, block_size, num_blocks
         self.seqs: list[int] = []  # of each row of the batch
         self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
-        self.policy = None if policy is None else find_policy(policy)
-        self.budget, self.evict_by_layer = budget, evict_by_layer
+        self.policy, self.budget, self.evict_by_layer = policy, budget, evict_by_layer
         needs_mass = self.policy is not None and not {"block_mass", "total_mass"}.isdisjoint(self.policy.needs)
         if needs_mass and watch == 0:
             raise ValueError(f"watch: expected at least 1 with policy {self.policy.name!r}, which needs attention mass, got 0")
@@ -171,7 +174,7 @@ class PagedCache(Cache):
         total, last = (
             _columns(x / len(layers), tables.shape[1]) if self.watch else None for x in (self.mass[table].total, self.mass[table].last)
         )
-        seen = Observation(tables, lengths, self.block_size, block_mass=last, total_mass=total)
+        seen = Observation(tables, lengths, self.block_size, spec=self.spec, block_mass=last, total_mass=total)
         if not {"k_cache", "v_cache"} & set(policy.needs):
             return policy(seen)  # the same in every layer
         each = [policy(dataclasses.replace(seen, **self.kv.planes[layer].tensors())) for layer in layers]
