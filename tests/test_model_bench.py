@@ -241,13 +241,15 @@ def test_kvpress_absent_is_said(monkeypatch):
         raise kvpress_peer.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(kvpress_peer.importlib.metadata, "version", missing)
-    assert kvpress_peer.presses() == {} and "pip install 'pagedkv[peers]'" in kvpress_peer.absences()["kvpress"]
+    assert kvpress_peer.version() is None and kvpress_peer.presses() == {}
+    assert "pip install 'pagedkv[peers]'" in kvpress_peer.absences()["kvpress"]
 
 
 def test_a_rule_of_kvpress_that_is_left_out_is_said():
     pytest.importorskip("kvpress")
     assert "eager attention" in kvpress_peer.absences()["kvpress ObservedAttentionPress"]
     assert list(kvpress_peer.presses()) == list(kvpress_peer.RULES)
+    assert kvpress_peer.version() == kvpress_peer.importlib.metadata.version("kvpress")
 
 
 def test_against_kvpress_is_paired_on_the_same_tokens(model, ids, small_eviction):
