@@ -183,6 +183,8 @@ def test_mass_goes_with_its_rows_and_blocks():
     mass.begin(2, 5, torch.device("cpu"))
     given = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) + 1
     mass.add(given, rows)
+    assert mass.total.numel() == 0, "nothing counts until the step does"
+    mass.commit()
     want = {"total": torch.stack([given[:2].sum(0), given[2:].sum(0)]), "last": given[[1, 4]]}
     for name in want:
         torch.testing.assert_close(getattr(mass, name), want[name])
@@ -409,6 +411,30 @@ def test_a_forward_with_gradients_leaves_none_in_the_cache(spec, plain_pytorch):
     model(inputs["input_ids"][:, :1], past_key_values=cache)
     held = [plane for planes in cache.kv.planes for plane in planes.tensors().values()] + [cache.mass[0].total, cache.mass[0].last]
     assert not any(tensor.requires_grad for tensor in held)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("spec", ["block_head", "k_mean_rotated_token_head"])
+def test_a_forward_that_failed_midway_leaves_no_trace(spec, by_layer, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    options = {"block_size": 4, "policy": "accumulated_attention", "budget": 100, "evict_by_layer": by_layer}
+    cache, untouched = PagedCache(model, spec, **options), PagedCache(model, spec, **options)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.int64)], 1)
+    steps = [inputs, {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": mask}]
+
+    def fail(*_):
+        raise MemoryError
+
+    for step in steps:
+        middle = model.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(MemoryError), torch.no_grad():
+            model(**step | {"input_ids": step["input_ids"].flip(0, 1)}, past_key_values=cache)
+        middle.remove()
+        with torch.no_grad():
+            got, want = (model(**step, past_key_values=each).logits for each in (cache, untouched))
+        assert torch.equal(got, want)
+        for mine, other in zip(cache.mass, untouched.mass, strict=True):
+            assert torch.equal(mine.total, other.total) and torch.equal(mine.last, other.last)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen2_window_in_some_layers"])

@@ -156,6 +156,9 @@ class PagedCache(Cache):
         """After the last layer."""
         self._step.commit()
         self._step = None
+        if self.watch:
+            for mass in self.mass:
+                mass.commit()
         self.positions += columns
         if self.policy is not None:
             for table in range(len(self.mass)):
