@@ -14,32 +14,23 @@ class BlockMass:
     Attributes:
         total: float32 `[batch, blocks]`, over all queries so far (H2O, Zhang et al., 2023).
         last: float32 `[batch, blocks]`, of each row's latest query alone (TOVA, Oren et al., 2024).
-
-    Both are as of the last step that was committed.
     """
 
     def __init__(self) -> None:
         self.total = self.last = torch.zeros(0, 0)
-        self._step: tuple[Tensor, Tensor] | None = None  # the two as they will be
 
     def begin(self, batch: int, blocks: int, device: torch.device) -> None:
-        """A step over a batch whose longest row has so many blocks begins; one that was not committed is forgotten."""
+        """A step over a batch whose longest row has so many blocks begins."""
         total = torch.zeros(batch, blocks, device=device)
         total[: len(self.total), : self.total.shape[1]] = self.total[:, :blocks]
-        self._step = total, torch.zeros_like(total)
+        self.total, self.last = total, torch.zeros_like(total)
 
     def add(self, mass: Tensor, rows: Tensor) -> None:
         """`mass`: float32 `[queries, blocks]`, as the decode kernel returns it; `rows`: int64 `[queries]`, ascending, the row of each."""
-        mass, (total, last) = mass.detach(), self._step
-        total.index_add_(0, rows, mass)
+        self.total.index_add_(0, rows, mass)
         latest = torch.ones_like(rows, dtype=torch.bool)
         latest[:-1] = rows[1:] != rows[:-1]
-        last.index_add_(0, rows[latest], mass[latest])
-
-    def commit(self) -> None:
-        """The step's mass counts, if one has begun."""
-        if self._step is not None:
-            (self.total, self.last), self._step = self._step, None
+        self.last.index_add_(0, rows[latest], mass[latest])
 
     def choose(self, rows: Sequence[int]) -> None:
         """The batch becomes these rows of itself."""
