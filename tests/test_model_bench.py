@@ -220,6 +220,8 @@ def test_a_fact_is_found_in_a_cache_that_holds_it(small_eviction, ids):
 
 
 def test_needles_asked_together_are_answered_as_alone(monkeypatch, small_eviction, ids):
+    plan = eviction_quality.plan
+    monkeypatch.setattr(eviction_quality, "plan", lambda presses: [mine[::5] for mine in plan(presses)])  # other shares of other policies
     _, model, tokenizer, _ = models.tiny()
     planted = [eviction_quality.Needle(depth, length) for depth, length in ((0.1, 128), (0.5, 256), (0.9, 128), (0.3, 128))]
     together = list(eviction_quality.needles(model, tokenizer, ids, {}, planted, say=quiet))
