@@ -14,23 +14,32 @@ class BlockMass:
     Attributes:
         total: float32 `[batch, blocks]`, over all queries so far (H2O, Zhang et al., 2023).
         last: float32 `[batch, blocks]`, of each row's latest query alone (TOVA, Oren et al., 2024).
+
+    Both are as of the last step that was committed.
     """
 
     def __init__(self) -> None:
         self.total = self.last = torch.zeros(0, 0)
+        self._step: tuple[Tensor, Tensor] | None = None  # the two as they will be
 
     def begin(self, batch: int, blocks: int, device: torch.device) -> None:
-        """A step over a batch whose longest row has so many blocks begins."""
+        """A step over a batch whose longest row has so many blocks begins; one that was not committed is forgotten."""
         total = torch.zeros(batch, blocks, device=device)
         total[: len(self.total), : self.total.shape[1]] = self.total[:, :blocks]
-        self.total, self.last = total, torch.zeros_like(total)
+        self._step = total, torch.zeros_like(total)
 
     def add(self, mass: Tensor, rows: Tensor) -> None:
         """`mass`: float32 `[queries, blocks]`, as the decode kernel returns it; `rows`: int64 `[queries]`, ascending, the row of each."""
-        self.total.index_add_(0, rows, mass)
+        mass, (total, last) = mass.detach(), self._step
+        total.index_add_(0, rows, mass)
         latest = torch.ones_like(rows, dtype=torch.bool)
         latest[:-1] = rows[1:] != rows[:-1]
-        self.last.index_add_(0, rows[latest], mass[latest])
+        last.index_add_(0, rows[latest], mass[latest])
+
+    def commit(self) -> None:
+        """The step's mass counts, if one has begun."""
+        if self._step is not None:
+            (self.total, self.last), self._step = self._step, None
 
     def choose(self, rows: Sequence[int]) -> None:
         """The batch becomes these rows of itself."""

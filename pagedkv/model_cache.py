@@ -36,7 +36,7 @@ class ModelKVCache:
             out = step.attend(layer, q)
         step.commit()
 
-    A step that is not committed leaves tables and lengths as they were. One step at a time, one thread at a time.
+    A step that is not committed leaves tables, lengths and K means as they were. One step at a time, one thread at a time.
     """
 
     def __init__(
@@ -157,10 +157,12 @@ class Step:
         self.rows = torch.tensor(rows, dtype=torch.int64, device=cache.device)  # of each token: which of the step's sequences it belongs to
         self._slots = [self._slots_of(plan) for plan in plans]
         self._reads: list[tuple[Tensor, Tensor] | None] = [None] * len(plans)
+        self._new_means: list[dict[int, Tensor]] = [{} for _ in cache.planes]  # of sequences whose first tokens these are
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """`key, value`: floating `[num_tokens, num_kv_heads, head_dim]`."""
+        """`key, value`: floating `[num_tokens, num_kv_heads, head_dim]`. No gradient goes through the cache."""
         checks.tensors(key=key, value=value)
+        key, value = key.detach(), value.detach()
         table = layer if self.cache.evict_by_layer else 0
         self.cache.planes[layer].write(key, value, self._slots[table], self._means(layer, key))
 
@@ -208,6 +210,8 @@ class Step:
         """From now on the tokens count as held."""
         for pool, plan in zip(self.cache.pools, self._plans, strict=True):
             pool.commit(plan)
+        for means, new in zip(self.cache._k_means, self._new_means, strict=True):
+            means.update(new)
 
     def _slots_of(self, plan: Append) -> Tensor:
         size, slots = self.cache.block_size, []
@@ -231,14 +235,13 @@ class Step:
         """What is taken out of the K of each token; made here for a sequence that has none yet."""
         if not self.cache.spec.subtract_k_mean:
             return None
-        means = self.cache._k_means[layer]
-        for row, (seq, count) in enumerate(zip(self.seqs, self._tokens_each, strict=True)):
-            if count and seq not in means:
-                means[seq] = key[self.rows == row].float().mean(0)
+        for seq, tokens in zip(self.seqs, key.split(self._tokens_each), strict=True):
+            if len(tokens) and seq not in self.cache._k_means[layer]:
+                self._new_means[layer][seq] = tokens.float().mean(0)
         return self._means_of(layer)[self.rows]
 
     def _means_of(self, layer: int) -> Tensor:
-        means, planes = self.cache._k_means[layer], self.cache.planes[layer]
+        means, planes = self.cache._k_means[layer] | self._new_means[layer], self.cache.planes[layer]
         nothing = torch.zeros(planes.tensors()["k_cache"].shape[2:], device=self.cache.device)
         return torch.stack([means.get(seq, nothing) for seq in self.seqs])
 

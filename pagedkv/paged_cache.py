@@ -246,6 +246,7 @@ class PagedKVCache:
             self.seq_lens(seqs),
             self.block_size,
             **self._planes.tensors(),
+            spec=self.spec,
             block_mass=block_mass,
             total_mass=total_mass,
         )

@@ -129,7 +129,7 @@ def test_a_policy_in_the_loop_keeps_every_sequence_within_its_budget(by_layer, b
 @pytest.mark.parametrize("policy", REGISTRY)
 def test_every_policy_runs_in_the_loop(policy, plain_pytorch):
     model, inputs = tiny(), prompt("left")
-    cache = PagedCache(model, "rotated_block_head", block_size=4, policy=policy, budget=16)
+    cache = PagedCache(model, "block_head", block_size=4, policy=policy, budget=16)
     paged(model, inputs, cache, max_new_tokens=4)
     assert all(12 < cache.kv.length(seq) <= 16 for seq in cache.seqs)
     assert cache.scores(cache.policy).shape == (3, 4)
@@ -183,6 +183,8 @@ def test_mass_goes_with_its_rows_and_blocks():
     mass.begin(2, 5, torch.device("cpu"))
     given = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) + 1
     mass.add(given, rows)
+    assert mass.total.numel() == 0, "nothing counts until the step does"
+    mass.commit()
     want = {"total": torch.stack([given[:2].sum(0), given[2:].sum(0)]), "last": given[[1, 4]]}
     for name in want:
         torch.testing.assert_close(getattr(mass, name), want[name])
@@ -356,6 +358,95 @@ def test_a_model_whose_attention_is_its_own_is_refused_by_name(monkeypatch):
         PagedCache(model)
     with pytest.raises(TypeError, match=r"^model: expected a model of transformers, got str"):
         PagedCache("block_head")
+
+
+@pytest.mark.parametrize("policy", REGISTRY)
+def test_a_policy_that_would_see_what_the_encoding_does_is_refused(policy, plain_pytorch):
+    model, refused = tiny(), set()
+    for spec in KV_SPECS:
+        try:
+            PagedCache(model, spec, policy=policy, budget=16)
+        except ValueError as error:
+            assert str(error).startswith("spec: expected one without ") and f"for policy {policy!r}" in str(error)
+            refused.add(spec)
+    rotated, k_mean = ({name for name in KV_SPECS if word in name} for word in ("rotated", "k_mean"))
+    by_channel, by_key = {"lag_kv"}, {"key_diff", "key_norm", "value_key_norm"}
+    assert refused == (rotated if policy in by_channel else k_mean if policy in by_key else set())
+    cache = PagedCache(model, "k_mean_rotated_block_head", watch=8)
+    model(**prompt("none"), past_key_values=cache)
+    if policy in by_channel | by_key:
+        with pytest.raises(ValueError, match=r"^spec: expected one without"):
+            cache.scores(REGISTRY[policy]())
+    else:
+        assert cache.scores(REGISTRY[policy]()).shape == (3, 2)
+
+
+def test_a_mask_of_one_row_is_that_of_all(plain_pytorch):
+    model, ids = tiny(), prompt("none")["input_ids"]
+    allowed = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    allowed[..., :4] = False  # padding, left
+    cache = PagedCache(model, "unquantised")
+    with torch.inference_mode():
+        got = model(ids, attention_mask=allowed, past_key_values=cache).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(got[:, 4:], model(ids, attention_mask=allowed).logits[:, 4:])
+    assert [cache.kv.length(seq) for seq in cache.seqs] == [16, 16, 16]
+
+
+def test_a_mask_of_another_batch_is_refused_before_anything_is_held(plain_pytorch):
+    model, ids = tiny(), prompt("none")["input_ids"]
+    cache, mask = PagedCache(model, "unquantised"), torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"^attention_mask: expected 3 rows, as in the batch, or 1, got 2"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.seqs == []
+    with torch.inference_mode():
+        assert model(ids, past_key_values=cache).logits.isfinite().all(), "and it may be used"
+
+
+@pytest.mark.parametrize("spec", ["unquantised", "k_mean_rotated_block_head"])
+def test_a_forward_with_gradients_leaves_none_in_the_cache(spec, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    cache = PagedCache(model, spec, block_size=4, watch=8)
+    model(**inputs, past_key_values=cache)
+    model(inputs["input_ids"][:, :1], past_key_values=cache)
+    held = [plane for planes in cache.kv.planes for plane in planes.tensors().values()] + [cache.mass[0].total, cache.mass[0].last]
+    assert not any(tensor.requires_grad for tensor in held)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("spec", ["block_head", "k_mean_rotated_token_head"])
+def test_a_forward_that_failed_midway_leaves_no_trace(spec, by_layer, plain_pytorch):
+    model, inputs = tiny(), prompt("left")
+    options = {"block_size": 4, "policy": "accumulated_attention", "budget": 100, "evict_by_layer": by_layer}
+    cache, untouched = PagedCache(model, spec, **options), PagedCache(model, spec, **options)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.int64)], 1)
+    steps = [inputs, {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": mask}]
+
+    def fail(*_):
+        raise MemoryError
+
+    for step in steps:
+        middle = model.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(MemoryError), torch.no_grad():
+            model(**step | {"input_ids": step["input_ids"].flip(0, 1)}, past_key_values=cache)
+        middle.remove()
+        with torch.no_grad():
+            got, want = (model(**step, past_key_values=each).logits for each in (cache, untouched))
+        assert torch.equal(got, want)
+        for mine, other in zip(cache.mass, untouched.mass, strict=True):
+            assert torch.equal(mine.total, other.total) and torch.equal(mine.last, other.last)
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_window_in_some_layers"])
+def test_a_policy_over_a_sliding_window_is_refused(name):
+    """What is evicted would bring tokens back into the window, which counts those that are left."""
+    model = tiny(name)
+    attention = model.config._attn_implementation
+    with pytest.raises(NotImplementedError, match=r"^PagedCache: a policy over sliding-window layers"):
+        PagedCache(model, policy="sinks_and_recency", budget=16)
+    assert model.config._attn_implementation == attention
+    unused = tiny("qwen2_window_in_some_layers", use_sliding_window=False), tiny("mistral_window", sliding_window=None)
+    assert all(PagedCache(model, policy="sinks_and_recency", budget=16) for model in unused)
 
 
 def test_a_mask_that_adds_to_logits_is_refused(plain_pytorch):

@@ -90,6 +90,34 @@ def test_a_layer_evicts_for_itself_where_it_has_its_own_tables(plain_pytorch):
         cache.evict(seq, [0])
 
 
+@pytest.mark.parametrize("spec", KV_SPECS)
+def test_writing_builds_no_graph(spec, plain_pytorch):
+    cache = make(spec)
+    step = cache.begin([cache.allocate(), cache.allocate()], [3, 1])
+    for layer in range(LAYERS):
+        step.write(layer, *(uniform(4, KV_HEADS, HEAD_DIM, seed=i).requires_grad_() for i in range(2)))
+        assert not step.attend(layer, uniform(4, HEADS, HEAD_DIM)).requires_grad
+    step.commit()
+    assert not any(plane.requires_grad for planes in cache.planes for plane in planes.tensors().values())
+
+
+@pytest.mark.parametrize("spec", KV_SPECS)
+def test_no_call_reads_the_device(spec):
+    """On the meta device there is nothing to read, and reading raises."""
+    cache = make(spec, device="meta")
+    seqs = [cache.allocate(), cache.allocate()]
+    for counts in ([5, 2], [1, 1], [0, 3]):
+        step = cache.begin(seqs, counts)
+        for layer in range(LAYERS):
+            step.write(layer, *torch.empty(2, sum(counts), KV_HEADS, HEAD_DIM, device="meta"))
+            step.attend(layer, torch.empty(sum(counts), HEADS, HEAD_DIM, device="meta"), return_block_mass=True)
+            step.attend(layer, torch.empty(len(step.last(2)), HEADS, HEAD_DIM, device="meta"), last=2)
+        step.commit()
+        seqs = [cache.fork(seq) for seq in seqs]
+    cache.evict(seqs[0], [0])
+    cache.free(seqs[1])
+
+
 def test_the_pool_grows_unless_its_size_is_given(plain_pytorch):
     growing, fixed = make(), make(num_blocks=3)
     for cache in (growing, fixed):

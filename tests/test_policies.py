@@ -11,6 +11,7 @@ from cases import decode
 
 import pagedkv
 from pagedkv.policies import REGISTRY, Observation, Policy, mass_at_places, policy
+from pagedkv.quant_spec import KV_SPECS, KVQuantSpec
 
 LENGTHS = (400, 37, 0, 1, 16, 300)
 
@@ -56,8 +57,10 @@ def test_other_shapes(device, name):
 def test_keys_and_values_of_zeros(name):
     """They point nowhere and weigh nothing, which is no reason for a NaN."""
     seen = observed(torch.device("cpu"), "float32")
-    seen.k_cache[seen.block_tables[0, 0]] = seen.v_cache[seen.block_tables[0, 0], 1] = 0
+    seen.k_cache[seen.block_tables[0, 1]] = seen.v_cache[seen.block_tables[0, 1], 1] = 0
     check(policy(name), seen)
+    scores = policy(name)(seen)[0]  # of a sequence that fills its row
+    assert scores[1:].isfinite().all() and not scores[0].isnan(), "a sink may be worth infinity"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,31 @@ def test_a_policy_names_what_it_misses(device, name):
     enough = dataclasses.replace(bare, **{field: getattr(seen, field) for field in REGISTRY[name].needs})
     enough = dataclasses.replace(enough, **{f"{x}_scale": getattr(seen, f"{x}_scale") for x in "kv" if f"{x}_cache" in policy(name).needs})
     assert policy(name)(enough).shape == seen.block_tables.shape
+
+
+@pytest.mark.parametrize("spec", KV_SPECS.values(), ids=KV_SPECS)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_encoding_changes_no_score_or_is_refused(name, spec):
+    """K far from zero, as real ones are: what a policy says of an encoded cache is what it says of the tokens themselves."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(384, 2, 16, generator=generator) for _ in range(2))
+    key *= 1 + torch.rand(384, 1, 1, generator=generator)
+    key += torch.randn(2, 16, generator=generator)
+    plain, cache = (
+        pagedkv.PagedKVCache(30, 16, 2, 16, spec=s, dtype=None if s.quantised else torch.float32) for s in (KVQuantSpec(None), spec)
+    )
+    scores = []
+    for each in (plain, cache):
+        seq = each.allocate(k_mean=key.mean(0) if each.spec.subtract_k_mean else None)
+        each.append(seq, key, value)
+        seen = each.observe([seq], block_mass=torch.arange(24.0)[None], total_mass=torch.arange(24.0)[None])
+        if policy(name).obstacle(each.spec) is not None:
+            with pytest.raises(ValueError, match=r"^spec: expected one without (rotate|subtract_k_mean) for policy"):
+                policy(name)(seen)
+            return
+        scores.append(policy(name)(seen))
+    largest = scores[0][scores[0].isfinite()].abs().max()
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.03 * float(largest))
 
 
 @pytest.mark.parametrize("name", REGISTRY)

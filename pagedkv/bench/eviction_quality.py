@@ -18,6 +18,7 @@ from pagedkv.integrations.transformers import PagedCache
 from pagedkv.ops.eviction import select_eviction_candidates
 from pagedkv.policies import REGISTRY
 from pagedkv.policies import policy as find_policy
+from pagedkv.quant_spec import KV_SPECS
 
 BLOCK_SIZE = 16
 SIZES = {"cpu": Sizes(8, 512, 16, together=8), "cuda": Sizes(64, 512, 64, together=16)}  # the text has room for 68 of the latter
@@ -25,7 +26,7 @@ QUICK_SIZES = Sizes(2, 512, 16, together=2)
 WATCH = 32  # the prompt's last queries, whose attention the decode kernel adds up
 PROTECT_FIRST, PROTECT_LAST = 1, WATCH // BLOCK_SIZE  # blocks that no policy may take: the sinks, and those of the watched queries
 FRACTIONS = (0.10, 0.25, 0.50, 0.75)
-INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some policies look at
+INT8_SPEC = "rotated_block_head"  # keeps norms and angles of K, which some policies look at; those that look at channels are left out
 STREAMING = "sinks_and_recency"  # what the others are compared with
 BY_LAYER = ("accumulated_attention", "last_query_attention")  # also with a choice for each layer
 
@@ -51,9 +52,13 @@ def plan(presses: Sequence[str]) -> list[list[Variant]]:
     return [
         one_choice,
         [Variant(policy, fraction, choice="layer") for policy in BY_LAYER for fraction in FRACTIONS],
-        [dataclasses.replace(variant, cache="int8") for variant in one_choice],
+        [dataclasses.replace(variant, cache="int8") for variant in one_choice if on_int8(variant.policy)],
         [Variant(f"kvpress {press}", fraction, choice="layer and head") for press in presses for fraction in FRACTIONS],
     ]
+
+
+def on_int8(policy: str | None) -> bool:
+    return policy is None or find_policy(policy).obstacle(KV_SPECS[INT8_SPEC]) is None
 
 
 def members(model, variants: Sequence[Sequence[Variant]], presses: dict) -> list:

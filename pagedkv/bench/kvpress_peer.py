@@ -33,10 +33,16 @@ def absences() -> dict[str, str]:
     return {f"kvpress {name}": why for name, why in LEFT_OUT.items()} if reason is None else {"kvpress": reason}
 
 
-def absence() -> str | None:
+def version() -> str | None:
+    """Of the kvpress that is installed; None: it is not."""
     try:
-        importlib.metadata.version("kvpress")
+        return importlib.metadata.version("kvpress")
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def absence() -> str | None:
+    if version() is None:
         return "kvpress is not installed: pip install 'pagedkv[peers]'"
     try:
         import kvpress  # noqa: F401

@@ -52,14 +52,18 @@ class PagedCache(Cache):
 
     Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
     prompt is through. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a
-    window counts tokens, where stock transformers counts columns, right padding among them.
+    window counts tokens, where stock transformers counts columns, right padding among them. It counts those that are left after `evict`, so
+    older ones would come back into it: a policy is refused there.
     A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
 
     Raises:
-        NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); soft-capped logits and attention sinks
-            (in the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted generation needs).
-        TypeError, ValueError: a number is not as above, or a policy needs `mass` and `watch` is 0.
-        ValueError: another batch size than that of the prompt, or another model than the one that it was made for.
+        NotImplementedError: a model whose attention is not that of Llama and Qwen (see `_refuse`); a policy over sliding-window layers;
+            soft-capped logits and attention sinks (in the prompt, SDPA has neither), and taking tokens back (`crop`, which assisted
+            generation needs).
+        TypeError, ValueError: a number is not as above, a policy needs `mass` and `watch` is 0, or it would see in K or V what `spec` does
+            to them (see `Policy.obstacle`).
+        ValueError: another batch size than that of the prompt, a mask of neither that many rows nor one, or another model than the one that
+            it was made for.
         KVCacheFull: `num_blocks` do not suffice.
         RuntimeError: the model's attention was set to another, so that K and V were not stored.
     """
@@ -88,12 +92,16 @@ class PagedCache(Cache):
             raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
+        spec, policy = kv_spec(spec), None if policy is None else find_policy(policy)
+        if policy is not None:
+            policy.check_spec(spec)
+            if _has_window(config):
+                raise NotImplementedError("PagedCache: a policy over sliding-window layers")
         super().__init__(layers=[PagedLayer(self, i) for i in range(config.num_hidden_layers)])
-        self.spec, self.block_size, self.num_blocks = kv_spec(spec), block_size, num_blocks
+        self.spec, self.block_size, self.num_blocks = spec, block_size, num_blocks
         self.seqs: list[int] = []  # of each row of the batch
         self.positions = 0  # columns of the batch so far, padding included: what transformers takes for the cache's length
-        self.policy = None if policy is None else find_policy(policy)
-        self.budget, self.evict_by_layer = budget, evict_by_layer
+        self.policy, self.budget, self.evict_by_layer = policy, budget, evict_by_layer
         needs_mass = self.policy is not None and not {"block_mass", "total_mass"}.isdisjoint(self.policy.needs)
         if needs_mass and watch == 0:
             raise ValueError(f"watch: expected at least 1 with policy {self.policy.name!r}, which needs attention mass, got 0")
@@ -148,6 +156,9 @@ class PagedCache(Cache):
         """After the last layer."""
         self._step.commit()
         self._step = None
+        if self.watch:
+            for mass in self.mass:
+                mass.commit()
         self.positions += columns
         if self.policy is not None:
             for table in range(len(self.mass)):
@@ -166,7 +177,7 @@ class PagedCache(Cache):
         total, last = (
             _columns(x / len(layers), tables.shape[1]) if self.watch else None for x in (self.mass[table].total, self.mass[table].last)
         )
-        seen = Observation(tables, lengths, self.block_size, block_mass=last, total_mass=total)
+        seen = Observation(tables, lengths, self.block_size, spec=self.spec, block_mass=last, total_mass=total)
         if not {"k_cache", "v_cache"} & set(policy.needs):
             return policy(seen)  # the same in every layer
         each = [policy(dataclasses.replace(seen, **self.kv.planes[layer].tensors())) for layer in layers]
@@ -194,6 +205,9 @@ class PagedCache(Cache):
 
     def _begin(self, key: Tensor, mask: Tensor | None) -> None:
         batch, heads, columns, head_dim = key.shape
+        if self.seqs and len(self.seqs) != batch:
+            raise ValueError(f"batch: expected {len(self.seqs)} rows, as in the prompt, got {batch}")
+        self._valid = _valid(mask, batch, columns)
         if self._kv is None:
             dtype = None if self.spec.quantised else key.dtype
             self._kv = ModelKVCache(
@@ -209,9 +223,6 @@ class PagedCache(Cache):
             )
         if not self.seqs:
             self.seqs = [self._kv.allocate() for _ in range(batch)]
-        if len(self.seqs) != batch:
-            raise ValueError(f"batch: expected {len(self.seqs)} rows, as in the prompt, got {batch}")
-        self._valid = _valid(mask, columns)
         counts = [columns] * batch if self._valid is None else self._valid.sum(1).tolist()
         self._step = self._kv.begin(self.seqs, counts)
 
@@ -345,19 +356,26 @@ def _refuse(model, config) -> None:
         raise NotImplementedError("PagedCache: layers that share the K and V of others (num_kv_shared_layers)")
 
 
+def _has_window(config) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+
+
 def _only_hides(mask: Tensor | None) -> bool:
     if mask is None or mask.dtype == torch.bool:
         return True
     return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
 
 
-def _valid(mask: Tensor | None, columns: int) -> Tensor | None:
+def _valid(mask: Tensor | None, batch: int, columns: int) -> Tensor | None:
     """Which of the last columns are tokens and which padding: a token attends to itself. bool `[batch, columns]`; None: all are tokens."""
     if mask is None:
         return None
+    if len(mask) not in (1, batch):  # a mask of one row is every row's, as SDPA takes it
+        raise ValueError(f"attention_mask: expected {batch} rows, as in the batch, or 1, got {len(mask)}")
     own = mask[:, 0].diagonal(mask.shape[-1] - columns, 1, 2)
     valid = own if own.dtype == torch.bool else own == 0
-    return None if bool(valid.all()) else valid
+    return None if bool(valid.all()) else valid.expand(batch, -1)
 
 
 def _columns(x: Tensor, count: int) -> Tensor:

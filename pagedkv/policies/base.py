@@ -15,6 +15,7 @@ from torch import Tensor
 from pagedkv.ops import checks
 from pagedkv.ops.sequence_eviction import MASS_UNIT
 from pagedkv.ops.statistics import token_moments
+from pagedkv.quant_spec import KVQuantSpec
 
 REGISTRY: dict[str, type[Policy]] = {}
 
@@ -27,9 +28,10 @@ class Observation:
         block_tables: int32 `[num_seqs, max_blocks]`.
         seq_lens: int32 `[num_seqs]`, tokens.
         block_size: tokens of a block.
-        k_cache, v_cache: as attention takes them, `[num_blocks, block_size, num_kv_heads, head_dim]`. What a `KVQuantSpec` rotates keeps
-            its norms and angles, not its channels; what it shifts keeps neither.
+        k_cache, v_cache: as attention takes them, `[num_blocks, block_size, num_kv_heads, head_dim]`.
         k_scale, v_scale: of an int8 cache.
+        spec: how K and V are encoded. What it rotates keeps its norms and angles, not its channels; a K without its mean keeps what
+            differs between tokens, channel by channel. None: neither is done.
         block_mass: float32 `[num_seqs, max_blocks]`, what the last query attended to: see `quant_paged_attention`.
         total_mass: float32 `[num_seqs, max_blocks]`, what all queries attended to: see `mass_at_places`.
     """
@@ -41,6 +43,7 @@ class Observation:
     k_scale: Tensor | None = None
     v_cache: Tensor | None = None
     v_scale: Tensor | None = None
+    spec: KVQuantSpec | None = None
     block_mass: Tensor | None = None
     total_mass: Tensor | None = None
 
@@ -130,6 +133,7 @@ class Policy(abc.ABC):
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()  # fields of the observation without which there is no score
+    blind_to: ClassVar[tuple[str, ...]] = ("rotate",)  # fields of a `KVQuantSpec` that change nothing of what it sees in K and V
     least: ClassVar[dict[str, int]] = {}  # that a parameter may be, where it is not 0
     tolerance: ClassVar[float] = 1e-5  # of `score` in float32 against `reference`, relative to the largest score
 
@@ -152,15 +156,29 @@ class Policy(abc.ABC):
         """float32 `[num_seqs, max_blocks]`; what stands past the end of a sequence has no meaning.
 
         Raises:
-            ValueError: the observation lacks what the rule needs, or has a mass for other places than those of its tables.
+            ValueError: the observation lacks what the rule needs, has a mass for other places than those of its tables, or is of a cache
+                whose spec changes what the rule sees.
         """
         missing = [name for name in self.needs if getattr(seen, name) is None]
         if missing:
             raise ValueError(f"seen: expected an observation with {' and '.join(missing)} for {self.name!r}")
+        if seen.spec is not None:
+            self.check_spec(seen.spec)
         for name in ("block_mass", "total_mass"):
             if (mass := getattr(seen, name)) is not None and mass.shape != seen.block_tables.shape:
                 raise ValueError(f"{name}: expected shape {list(seen.block_tables.shape)}, as of block_tables, got {list(mass.shape)}")
         return self.score(seen)
+
+    def obstacle(self, spec: KVQuantSpec) -> str | None:
+        """The field of a spec because of which the rule would see another K or V than it is about; None: there is none."""
+        touched = {"rotate": {"k_cache", "v_cache"}, "subtract_k_mean": {"k_cache"}}
+        seen = (name for name, caches in touched.items() if getattr(spec, name) and name not in self.blind_to and caches & set(self.needs))
+        return next(seen, None)
+
+    def check_spec(self, spec: KVQuantSpec) -> None:
+        """Raises `ValueError` where there is an `obstacle`."""
+        if (name := self.obstacle(spec)) is not None:
+            raise ValueError(f"spec: expected one without {name} for policy {self.name!r}, which would see it in the cache, got {spec}")
 
     @abc.abstractmethod
     def score(self, seen: Observation) -> Tensor:

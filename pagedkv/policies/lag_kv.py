@@ -32,6 +32,7 @@ class LagKV(Policy):
 
     name = "lag_kv"
     needs = ("k_cache", "v_cache")
+    blind_to = ("subtract_k_mean",)  # it looks at how each channel varies
     least: ClassVar[dict[str, int]] = {"lag_blocks": 1}
     tolerance = 1e-3  # a rank is a whole number: two tokens that nearly tie may swap theirs
 
