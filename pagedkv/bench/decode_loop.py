@@ -46,9 +46,8 @@ class Loop:
     lets its lowest block go, and gets it back, empty, as the next to fill: so memory stays as it is, and nothing is decided on the host.
 
     Attributes:
-        block_tables: int32 `[num_seqs, budget + 1]`: the blocks held, and the next one. A view: each sequence's table lies `block_size`
-            times in a row, once for each step of a period.
-        total: int64 `[num_blocks]`, mass since a block got its owner.
+        block_tables: int32 `[num_seqs, budget + 1]`: the blocks held, and the next one.
+        total: int64 `[num_blocks]`, mass since a block got its owner, a period's mean for each period.
         out: what attention returned last.
     """
 
@@ -64,9 +63,7 @@ class Loop:
         self.keys, self.values = (
             torch.randn((steps, s.num_seqs, s.num_kv_heads, s.head_dim), device=self.device, generator=rng).half() for _ in range(2)
         )
-        blocks = torch.randperm(num_blocks, device=self.device, generator=rng).int().view(s.num_seqs, 1, s.budget + 1)
-        self._tables = blocks.repeat(1, steps, 1)  # as accumulate_block_mass takes the steps of a period
-        self.block_tables = self._tables[:, 0]
+        self.block_tables = torch.randperm(num_blocks, device=self.device, generator=rng).int().view(s.num_seqs, s.budget + 1)
         self.total = torch.zeros(num_blocks, dtype=torch.int64, device=self.device)
 
         phase = torch.arange(s.num_seqs, device=self.device) % s.block_size
@@ -103,11 +100,8 @@ class Loop:
             self.evict()
 
     def accumulate(self, masses: list[Tensor]) -> None:
-        """Add up the masses of a period's steps: in one call, since the tables stay as they are until it ends.
-
-        The steps of a sequence are neighbours, so that what they say of a block is added to memory at once.
-        """
-        pagedkv.accumulate_block_mass(torch.stack(masses, 1).flatten(0, 1), self._tables.flatten(0, 1), self.total)
+        """The mean over a period's steps, in one call, since the tables stay as they are until it ends: ranks blocks as the sum does."""
+        pagedkv.accumulate_block_mass(torch.stack(masses).mean(0), self.block_tables, self.total)
 
     def evict(self) -> None:
         """Every sequence is one block over its budget: one goes, and is the next to be filled."""
@@ -117,8 +111,7 @@ class Loop:
         )
         freed = freed[: s.num_seqs]  # one of each sequence, in their order
         self.total.index_fill_(0, freed.long(), 0)
-        parts = tables[:, None, : s.budget], freed[:, None, None]
-        torch.cat([part.expand(-1, s.block_size, -1) for part in parts], 2, out=self._tables)
+        torch.cat((tables[:, : s.budget], freed[:, None]), 1, out=self.block_tables)
         self._find_slots()
 
     def sound(self) -> dict:

@@ -19,7 +19,7 @@ enum class StepMass { kNone, kLog2, kState };
 // Workspace. Partial state `item` of head h: m, l at [item * num_heads + h], the unnormalised output
 // sum of 2^(logit - m) * v behind it in `acc`.
 struct Partials {
-  int2* splits;  // [num_seqs] {number of splits, item of the second}: the items of a sequence; not in a fixed plan
+  int2* splits;  // [num_seqs] {number of splits, item of the second, if there is one}: the items of a sequence; not in a fixed plan
   float *m, *l;  // [max_items, num_heads]
   float* acc;    // [max_items, num_heads, head_dim]
   // Only with block mass. Of each 16-token step, log2 of its sum of exponentials, which is as exact as half-precision q asks
@@ -33,7 +33,7 @@ struct Partials {
   __device__ void note_splits(const SplitPlan& plan, const WorkItem& work) const {
     if (plan.fixed_splits || threadIdx.x != 0) return;
     if (work.split == 0) splits[work.seq].x = work.num_splits;
-    if (work.split == 1) splits[work.seq].y = work.index;
+    if (work.split == 1 || work.num_splits == 1) splits[work.seq].y = work.index;  // who reads one reads both
   }
 
   // The state of a split without tokens, for `heads` heads; by all the threads of a CTA.
