@@ -32,7 +32,7 @@ content = dict(
     provenance=dict(rule=rule, notebook="notebooks/{name}.ipynb", parameters=dict(device=device, quick=quick),
                     sources={{s: sha(s) for s in sources}}, inputs={{s: sha(s) for s in inputs}}, figures={{figure.name: sha(figure)}},
                     finished_at="2026-01-01T00:00:00Z", seconds=1.0),
-    rows=[dict(value={value})])
+    rows=[dict(value={value}), *{absent}])
 from pagedkv.evidence import record as records
 content["provenance"]["digest"] = records.digest(content)
 Path(record).write_text(records.dumps(content))
@@ -62,8 +62,10 @@ MODELS = """
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 print("no KV dump: cannot download: no network", file=sys.stderr)
-status = {"available": False, "reason": "no network", "named": [a for a in sys.argv if a.startswith(("--model=", "--text="))]}
+named = [a for a in sys.argv if a.startswith(("--model=", "--text=", "--strict"))]
+status = {"available": False, "reason": "no network", "named": named}
 (out / "status.json").write_text(json.dumps(status))
+sys.exit("--strict" in named)
 """
 
 
@@ -103,10 +105,10 @@ class Project:
         decoy.mkdir(parents=True)
         (decoy / "kernel.json").write_text(json.dumps({"argv": ["/bin/false"], "display_name": "decoy", "language": "python"}))
 
-    def notebook(self, name: str, extra: str = "", value: int = 1) -> None:
+    def notebook(self, name: str, extra: str = "", value: int = 1, absent: tuple[dict, ...] = ()) -> None:
         notebook = nbformat.v4.new_notebook()
         parameters = nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
-        notebook.cells = [parameters, nbformat.v4.new_code_cell(CELL.format(name=name, extra=extra, value=value))]
+        notebook.cells = [parameters, nbformat.v4.new_code_cell(CELL.format(name=name, extra=extra, value=value, absent=absent))]
         nbformat.write(notebook, self.root / "notebooks" / f"{name}.ipynb")
 
     def environment(self) -> dict[str, str]:

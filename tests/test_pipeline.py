@@ -188,11 +188,61 @@ def test_without_a_model_the_rest_still_runs(built):
 
 
 def test_one_can_name_another_model_and_text(project):
-    options = ("--config", "model=/models/a b.gguf", "text=mine.txt")
+    (project.root / "my text").write_text("Once")
+    options = ("--config", "model=owner/name", "text=my text")
     assert project.would_run(*options) == ["beta", "summary"]
     assert project.snakemake("model", *options).returncode == 0
     status = json.loads((project.root / "build" / "model" / "status.json").read_text())
-    assert status["named"] == ["--model=/models/a b.gguf", "--text=mine.txt"]
+    assert status["named"] == ["--model=owner/name", "--text=my text"], "a hub may be out of reach: not strict"
+
+
+@pytest.mark.parametrize(
+    "option, fault",
+    [
+        ("model=/nope", "no such file"),
+        ("model=./nope", "no such file"),
+        ("model=nope.gguf", "no such file"),
+        ("model=kernels", "a folder without config.json"),
+        ("model=kernels/op.cpp", "neither a GGUF file (.gguf) nor a folder"),
+        ("model=damaged.gguf", "neither a GGUF file (.gguf) nor a folder"),
+        ("text=/nope", "no such file"),
+        ("text=latin", "not UTF-8"),
+    ],
+)
+def test_a_named_model_or_text_that_is_not_there_ends_the_run_with_one_line(project, option, fault):
+    (project.root / "damaged.gguf").write_bytes(b"not a model")
+    (project.root / "latin").write_bytes("café".encode("latin-1"))
+    project.ran()
+    done = project.snakemake("--config", option)
+    assert done.returncode == 1 and project.ran() == []
+    assert done.output.splitlines()[-1] == f"error: {option}: {fault}" and "Traceback" not in done.output
+
+
+def test_a_named_model_that_only_its_reading_finds_damaged_ends_the_run(project):
+    """The stand-in reads none."""
+    published = (project.root / "results" / "cpu-test" / "beta.json").read_bytes()
+    (project.root / "a model.gguf").write_bytes(b"GGUF and no more")
+    project.notebook("beta", value=2)
+    done = project.snakemake("--config", "model=a model.gguf")
+    assert done.returncode == 1 and "no KV dump" in done.output
+    assert project.ran() == []
+    assert (project.root / "results" / "cpu-test" / "beta.json").read_bytes() == published
+
+
+def test_a_run_without_the_model_keeps_the_committed_rows_of_a_model(project):
+    committed = project.root / "results" / "cpu-test" / "beta.json"
+    published = committed.read_bytes()
+    project.notebook("beta", absent=({"what": "model", "status": "absent", "reason": "no network"},))
+    done = project.snakemake()
+    assert done.returncode == 0, done.output
+    assert "results/cpu-test/beta.json stays as it is, with the model's rows: this run has none (no network)" in done.output
+    assert committed.read_bytes() == published
+    committed.unlink()
+    for _ in range(2):  # none is committed, and then one that lacks them too
+        (project.root / "build" / "published.stamp").unlink()
+        done = project.snakemake("publish")
+        assert done.returncode == 0 and "stays as it is" not in done.output
+        assert json.loads(committed.read_text())["rows"][1]["status"] == "absent"
 
 
 def test_a_quick_run_stays_under_build_quick_and_publishes_nothing(project):
