@@ -45,7 +45,7 @@ test: $(READY) ## the test suite
 
 vllm: $(VLLM_READY) ## an environment with vLLM (3.4 GB), for the experiment of that name
 
-test-vllm: $(READY) $(VLLM_READY) ## the vLLM backend in real engines
+test-vllm: $(VLLM_READY) ## the vLLM backend in real engines
 	$(VLLM_BIN)/python -m pagedkv.models --safetensors --out $(DATA)/engine --assets $(DATA)/downloads
 	PAGEDKV_TEST_DATA=$(DATA) $(VLLM_BIN)/python -m pytest tests/test_vllm_engine.py
 

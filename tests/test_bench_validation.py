@@ -12,13 +12,14 @@ from pagedkv.bench.validation.judge import Check, max_error, merged, tolerance, 
 from pagedkv.ops import registry
 
 CPU = torch.device("cpu")
+with_torch_compile = pytest.mark.xdist_group("torch.compile")  # as in test_registration.py
 
 
 def rows_of(part):
     return [{"arch": "native", **row} for row in validation.sweep(CPU, quick=True, part=part)]
 
 
-@pytest.mark.parametrize("part", validation.PARTS)
+@pytest.mark.parametrize("part", [pytest.param(p, marks=with_torch_compile) if p == "registration" else p for p in validation.PARTS])
 def test_the_quick_sweep_passes_and_covers_its_ops(part):
     rows = rows_of(part)
     assert not validation.failures(rows)
@@ -69,6 +70,7 @@ def test_an_op_that_raises_is_a_row_that_fails_and_the_table_goes_on(monkeypatch
     assert second["op"] == "quant_paged_attention" and second["ok"]
 
 
+@with_torch_compile
 def test_an_op_whose_fake_kernel_promises_another_shape_fails_opcheck_and_says_so(monkeypatch):
     fake = torch.library.opcheck
 

@@ -10,6 +10,8 @@ from torch.autograd import forward_ad
 import pagedkv
 from pagedkv.ops import build
 
+pytestmark = pytest.mark.xdist_group("torch.compile")  # one worker: what it imports at first use takes seconds
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
