@@ -139,15 +139,19 @@ def test_outlier_channels_of_q_do_not_cost_the_others_their_digits(device, dtype
     case.check()
 
 
-@pytest.mark.parametrize("offset", [-1e5, 1e5])
-def test_logits_far_from_zero(device, offset):
-    """All logits below -5e4: a running maximum that starts at a finite number is wrong."""
-    case = decode(device, lengths=(20, 5), head_dim=8)
+@pytest.mark.parametrize("cache", ["block_head", "token_head"])
+@pytest.mark.parametrize(
+    "head_dim, dtype, offset", [(8, torch.float32, 1e5), (80, torch.float32, 1e5), (64, torch.float16, 6e4), (128, torch.bfloat16, 1e5)]
+)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_logits_far_from_zero(device, cache, head_dim, dtype, offset, sign):
+    """All logits below -5e4: a running maximum that starts at a finite number is wrong. Half-precision q is what tensor cores take."""
+    case = decode(device, lengths=(20, 5, 700), head_dim=head_dim, cache=cache, dtype=dtype)
     case.q.zero_()
     case.q[..., 0] = 1.0
     case.k_cache[..., 0] = 127
-    case.k_scale.fill_(abs(offset) / 127)
-    case.sm_scale = math.copysign(1.0, offset)
+    case.k_scale.fill_(offset / 127)
+    case.sm_scale = float(sign)
     case.check()
 
 
