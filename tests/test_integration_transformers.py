@@ -226,6 +226,48 @@ def test_mass_follows_beams_and_eviction(by_layer, plain_pytorch):
             assert torch.equal(got[1], torch.cat([want[1, [0, 3, 4]], torch.zeros(2)]))
 
 
+@pytest.mark.parametrize("policy", [None, *REGISTRY])
+def test_any_sequence_of_forwards_is_stock_attention_without_what_was_evicted(policy, plain_pytorch):
+    """Padding anywhere in a part, rows that fork and go, blocks evicted: the stock cache with a mask that hides them says the same."""
+    draw = np.random.default_rng(0)
+    for name in ("llama", "qwen2", "qwen3"):
+        model, ours = tiny(name), tiny(name)
+        model.set_attn_implementation("sdpa")
+        stock_cache, size = transformers.DynamicCache(config=model.config), int(draw.integers(1, 6))
+        limits = {} if policy is None else {"policy": policy, "budget": int(draw.integers(1, 20)), "watch": 4}
+        cache = PagedCache(ours, "unquantised", block_size=size, **limits)
+        gone = []
+        evict = cache.evict
+        cache.evict = lambda row, blocks, table=0, evict=evict, gone=gone: (gone.append((row, set(blocks))), evict(row, blocks, table))
+        mask, kept = torch.zeros(3, 0, dtype=torch.int64), [[], [], []]  # kept: of each row, the columns that are still held
+        for step in range(10):
+            past, columns = mask.shape[1], 20 if step == 0 else int(draw.integers(1, 5))
+            ids = torch.from_numpy(draw.integers(2, VOCABULARY, (3, columns)))
+            valid = torch.from_numpy(draw.random((3, columns)) < 0.8).long()
+            mask = torch.cat([mask, valid], 1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+            seen = torch.zeros(3, 1, columns, past + columns, dtype=torch.bool)
+            seen[..., past:] = torch.ones(columns, columns).tril().bool() & valid.bool()[:, None, None]
+            for row, held in enumerate(kept):
+                seen[row, :, :, held] = True
+            with torch.inference_mode():
+                want = model(ids, attention_mask=seen, position_ids=positions, past_key_values=stock_cache).logits
+                got = ours(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            torch.testing.assert_close(got[valid.bool()], want[valid.bool()], rtol=1e-3, atol=1e-3)
+            kept = [[*held, *(past + valid[row].nonzero()[:, 0]).tolist()] for row, held in enumerate(kept)]
+            for row, blocks in gone:
+                kept[row] = [column for i, column in enumerate(kept[row]) if i // size not in blocks]
+            gone.clear()
+            if step % 3 == 2:
+                rows = torch.from_numpy(draw.integers(0, 3, 3))
+                stock_cache.reorder_cache(rows)
+                cache.reorder_cache(rows)
+                mask, kept = mask[rows], [list(kept[row]) for row in rows]
+            assert [cache.kv.length(seq) for seq in cache.seqs] == [len(held) for held in kept]
+        evicted = any(len(held) < int(mask[row].sum()) for row, held in enumerate(kept))
+        assert evicted == (policy is not None)
+
+
 def test_a_budget_that_is_never_reached_changes_nothing(plain_pytorch):
     model, inputs = tiny(), prompt("right")
     cache = PagedCache(model, "unquantised", block_size=4, policy="accumulated_attention", budget=44)
