@@ -305,8 +305,6 @@ def test_what_it_cannot_do_is_said(plain_pytorch):
     cache = PagedCache(model, num_blocks=4)
     with pytest.raises(KVCacheFull):
         paged(model, inputs, cache)
-    model(inputs["input_ids"][:1, :20], past_key_values=cache)  # what fits is not refused for what did not
-    assert len(cache.seqs) == len(cache.kv.sequences) == 1
     cache = PagedCache(model)
     with pytest.raises(RuntimeError, match="nothing has been stored yet"):
         _ = cache.kv

@@ -54,14 +54,6 @@ def test_other_shapes(device, name):
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_tables_without_columns_have_no_scores(device, name):
-    seen = observed(device, lengths=(0, 0))
-    mass = torch.empty(2, 0, device=device)
-    seen = dataclasses.replace(seen, block_tables=mass.int(), block_mass=mass, total_mass=mass)
-    check(policy(name), seen)
-
-
-@pytest.mark.parametrize("name", REGISTRY)
 def test_keys_and_values_of_zeros(name):
     """They point nowhere and weigh nothing, which is no reason for a NaN."""
     seen = observed(torch.device("cpu"), "float32")

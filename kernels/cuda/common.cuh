@@ -75,7 +75,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // With attributes, of which those left empty are ignored.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes,
-                   const Arguments&... arguments) {
+            const Arguments&... arguments) {
   cudaLaunchAttribute given[4];
   cudaLaunchConfig_t config{};
   config.gridDim = grid;

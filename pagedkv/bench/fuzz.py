@@ -142,7 +142,7 @@ def draw(number: int, device: torch.device) -> tuple[Problem, list[str]]:
     if _chance(rng, 0.25):
         options["sliding_window"] = rng.randint(1, longest)
     if _chance(rng, 0.2):
-        options["logits_soft_cap"] = rng.choice((0.5, 5.0, 30.0, 1e7))
+        options["logits_soft_cap"] = rng.choice((0.5, 5.0, 30.0))
     if _chance(rng, 0.25):
         options["sinks"] = torch.randn(q.shape[1], device=device, generator=generator) * rng.choice((1.0, 20.0))
     features += options

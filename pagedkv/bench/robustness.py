@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -242,7 +241,9 @@ def sanitizer_rows(device: torch.device, archs: dict[str, str | None]) -> Iterat
         jobs = [(tool, name, arch, False) for name, arch in archs.items() for tool in TOOLS]
         jobs += [(tool, "native", None, True) for tool in ("memcheck", "initcheck")]
         running = [(job, *_watched(path, device, job[0], *job[2:], Path(folder) / f"{i}.log")) for i, job in enumerate(jobs)]
-        for (tool, name, _, planted), process, report, output, seconds in _as_they_end(running):
+        for (tool, name, _, planted), process, started, report in running:
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
+            seconds = round(time.monotonic() - started, 1)
             text = report.read_text() if report.exists() else ""
             reports = reports_in(text)
             calls = re.search(r"^(\d+) calls$", output, re.MULTILINE)
@@ -262,23 +263,6 @@ def _watched(path: str, device: torch.device, tool: str, arch: str | None, plant
     environment = child.environment(arch, PYTORCH_NO_CUDA_MEMORY_CACHING="1", OMP_NUM_THREADS="1")
     started = time.monotonic()
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), started, report
-
-
-def _as_they_end(running: list[tuple]) -> Iterator[tuple]:
-    """`(job, process, report, what it printed, seconds)` in the order given. Each has a thread that waits for it, so that the seconds are
-    its own. Kills what is left."""
-
-    def wait(process: subprocess.Popen, started: float) -> tuple[str, float]:
-        return process.communicate(timeout=_TIMEOUT_S)[0], round(time.monotonic() - started, 1)
-
-    with ThreadPoolExecutor(len(running)) as threads:
-        ends = [threads.submit(wait, process, started) for _, process, started, _ in running]
-        try:
-            for (job, process, _, report), end in zip(running, ends, strict=True):
-                yield job, process, report, *end.result()
-        finally:
-            for _, process, *_ in running:
-                process.kill()
 
 
 def reports_in(text: str) -> int | None:

@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pagedkv.block_mass import BlockMass
-from pagedkv.block_pool import KVCacheFull
 from pagedkv.model_cache import ModelKVCache, Step
 from pagedkv.ops import checks
 from pagedkv.ops.eviction import select_eviction_candidates
@@ -52,10 +51,9 @@ class PagedCache(Cache):
         evict_by_layer: choose blocks in each layer for itself; see `ModelKVCache`. Then a table is a layer's; otherwise there is one, 0.
 
     Padding, left or right, is not stored: it is read from the attention mask's diagonal, and nothing else is read from a mask once the
-    prompt is through. After the prompt's first part attention gives zeros for it, so what a model says at a column of padding means
-    nothing. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a window
-    counts tokens, where stock transformers counts columns, right padding among them. It counts those that are left after `evict`, so older
-    ones would come back into it: a policy is refused there.
+    prompt is through. Beams share blocks, copied when they part. Layers with a sliding window keep every token and read the last ones; a
+    window counts tokens, where stock transformers counts columns, right padding among them. It counts those that are left after `evict`, so
+    older ones would come back into it: a policy is refused there.
     A prompt in several parts, or a further turn, attends to earlier parts as they are encoded.
 
     Raises:
@@ -223,16 +221,10 @@ class PagedCache(Cache):
                 device=key.device,
                 evict_by_layer=self.evict_by_layer,
             )
+        if not self.seqs:
+            self.seqs = [self._kv.allocate() for _ in range(batch)]
         counts = [columns] * batch if self._valid is None else self._valid.sum(1).tolist()
-        seqs = self.seqs or [self._kv.allocate() for _ in range(batch)]
-        try:
-            self._step = self._kv.begin(seqs, counts)
-        except KVCacheFull:
-            if not self.seqs:  # a smaller batch may fit
-                for seq in seqs:
-                    self._kv.free(seq)
-            raise
-        self.seqs = seqs
+        self._step = self._kv.begin(self.seqs, counts)
 
     def _tokens(self, x: Tensor) -> Tensor:
         """`[batch, heads, columns, head_dim]` -> `[num_tokens, heads, head_dim]`, without padding, row by row of the batch."""

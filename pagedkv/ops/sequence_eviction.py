@@ -66,8 +66,8 @@ def select_per_sequence(
         int32 `[num_seqs]`, shorter by `block_size` for each block that went; int32 `[num_seqs * max_blocks]`, blocks that no sequence
         holds any more, in the order of the places (sequence, then position) at which they were first let go, each once, then -1;
         int32 `[1]`, how many those are.
-        A sequence whose length is negative or past its table comes back as it was. An id outside the pool has score NaN where
-        scores are the pool's, and is never among `freed`.
+        A sequence whose length is negative or past its table comes back as it was. An id outside the pool has score NaN, and is
+        never among `freed`.
 
     Raises:
         TypeError, ValueError: a type, dtype, shape, device or stride other than the above, or a number out of its range; with

@@ -34,8 +34,7 @@ class WeightedSum(Policy):
         held = seen.num_tokens > 0
         recency = (seen.places + 1) / seen.num_blocks.clamp(min=1)
         total = torch.where(held, seen.total_mass, 0.0)
-        most = total.amax(1, keepdim=True) if total.numel() else total[:, :1]  # of no places there is none
-        frequency = total / most.clamp(min=_LEAST)
+        frequency = total / total.amax(1, keepdim=True).clamp(min=_LEAST)
         attention = seen.block_mass / seen.num_tokens.clamp(min=1)
         one_token_a_place = (x.reshape(-1, 1) for x in (attention, held))
         weights = (self.w_recency, self.w_frequency, self.w_attention)

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kSimtThreads, C::ctas_per_sm) decode_simt(Atte
         const int t = my_token + i * C::groups, at = step * kStepTokens + t;
         x[i] = float(dot[i]) * query_scale;
         if constexpr (C::quantised) x[i] *= __shfl_sync(~0u, scale, t);
-        if (p.logits_soft_cap > 0.f) x[i] = p.logits_soft_cap * tanhf(x[i] / p.logits_soft_cap);
+        if (p.logits_soft_cap > 0.f) x[i] = p.logits_soft_cap * tanhf(__fdividef(x[i], p.logits_soft_cap));
         if (at < begin || at >= end) x[i] = -INFINITY;
       }
       const float peak = fmaxf(x[0], x[1]) * kLog2e;

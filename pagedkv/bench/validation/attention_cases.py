@@ -197,7 +197,7 @@ CASES = (
     Case("32 query heads, 8 KV heads, head_dim 128", {"heads": (32, 8), "head_dim": 128, "lens": (100, 16, 1)}),
     *(Case(f"window {w}", {"sliding_window": w}, quick=w == 7) for w in (1, 7, 16, 33, 1000)),
     Case("window, bad ids before it", {"sliding_window": 7}, _bad_ids_before_window, quick=True),
-    *(Case(f"soft cap {c:g}", {"logits_soft_cap": c}) for c in (0.5, 30.0, 1e8, 3e38)),
+    *(Case(f"soft cap {c:g}", {"logits_soft_cap": c}) for c in (0.5, 30.0)),
     *(Case(f"sinks of size {s:g}", {"sinks": s}) for s in (1.0, 60.0)),
     Case("window, soft cap and sinks", _ALL_OPTIONS, quick=True),
     *(Case(f"rotated, head_dim {d}", {"head_dim": d, "rotated": True}, quick=d in (64, 80)) for d in (8, 64, 80, 96, 128, 256)),
